@@ -1,0 +1,1 @@
+"""The stages between the topics: pure "record in, events out", no device."""

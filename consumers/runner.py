@@ -1,0 +1,218 @@
+"""What every stage shares: where it was (from its own output), what it has in flight, when it must stop.
+
+    read input p ──► Inputs.started(offset) ──► work ──► output carries Inputs.progress() ──► append acknowledged
+                                                                     Inputs.finished(offset) ◄──┘
+
+After a crash `recover` takes `low_water` from the stage's last output in partition p, and the stage re-reads its
+input from there; what it had already done is found by scanning its own output back to the first event whose
+`read_to` is not above that low water (DESIGN §4.1). Work is bounded by what was in flight. No side files, no
+committed offset is trusted.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import msgspec
+
+from streams import codec
+from streams.codec import Known, Unknown
+from streams.errors import CodecError
+from streams.events import DeadLetter, Event, InputProgress, Progress
+from streams.log import EventLog, NewRecord, Record
+from streams.topics import Topics
+
+logger = logging.getLogger(__name__)
+
+Clock = Callable[[], int]  # milliseconds since 1970
+Stop = Callable[[], bool]
+
+
+def now_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class Inputs:
+    """In-flight bookkeeping of one input partition.
+
+    >>> inputs = Inputs(0)
+    >>> inputs.started(0); inputs.started(1); inputs.finished(1)
+    >>> inputs.progress()
+    InputProgress(read_to=2, low_water=0, finished=[1])
+    >>> inputs.finished(0); inputs.progress()
+    InputProgress(read_to=2, low_water=2, finished=[])
+    """
+
+    def __init__(self, position: int) -> None:
+        self.read_to = position
+        self._open: list[int] = []  # started and not finished, sorted
+        self._finished: list[int] = []  # finished at or above the lowest open one, sorted
+
+    def started(self, offset: int) -> None:
+        bisect.insort(self._open, offset)
+        self.read_to = max(self.read_to, offset + 1)
+
+    def advance(self, position: int) -> None:
+        """Everything below `position` has been read (also holes and records that need no work)."""
+        self.read_to = max(self.read_to, position)
+
+    def finished(self, offset: int) -> None:
+        """Its output is acknowledged, or it needs none. Unknown offsets are passed over."""
+        at = bisect.bisect_left(self._open, offset)
+        if at == len(self._open) or self._open[at] != offset:
+            return
+        del self._open[at]
+        bisect.insort(self._finished, offset)
+        del self._finished[: bisect.bisect_left(self._finished, self.low_water)]
+
+    @property
+    def low_water(self) -> int:
+        return self._open[0] if self._open else self.read_to
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._open)
+
+    def progress(self) -> InputProgress:
+        return InputProgress(self.read_to, self.low_water, list(self._finished))
+
+
+class Recovered(NamedTuple):
+    """Where a stage goes on. `done` are its own outputs that may belong to inputs at or above the low waters."""
+
+    positions: dict[str, int]  # input topic word → low water (the input's start if there is no output yet)
+    finished: dict[str, set[int]]  # input topic word → finished offsets at or above the low water
+    done: list[Event]  # oldest first
+
+
+def recover(
+    log: EventLog, topics: Topics, output: str, partition: int, inputs: Sequence[str]
+) -> Recovered:
+    """Rebuild a stage's place in its inputs of one partition from its own output, and nothing else."""
+    starts = {word: log.start(topics.name(word), partition) for word in inputs}
+    low: dict[str, int] | None = None
+    finished: dict[str, set[int]] = {word: set() for word in inputs}
+    done: list[Event] = []
+    for event in events_backwards(log, topics.name(output), partition):
+        progress: Progress = getattr(event, "progress", {})
+        if not progress:
+            continue
+        if low is None:
+            low = {word: progress[word].low_water if word in progress else starts[word] for word in inputs}
+            finished = {word: set(progress[word].finished) if word in progress else set() for word in inputs}
+        if all(word not in progress or progress[word].read_to <= low[word] for word in inputs):
+            break
+        done.append(event)
+    done.reverse()
+    positions = {word: max(starts[word], (low or starts)[word]) for word in inputs}
+    return Recovered(positions, finished, done)
+
+
+def records_backwards(log: EventLog, topic: str, partition: int, window: int = 256) -> Iterator[Record]:
+    """Records from the end to the start, read in windows."""
+    start, end = log.start(topic, partition), log.end(topic, partition)
+    while end > start:
+        begin = max(start, end - window)
+        records: list[Record] = []
+        position = begin
+        while position < end:
+            batch = log.read(topic, partition, position, max_records=end - position)
+            records.extend(record for record in batch.records if record.offset < end)
+            if batch.next_position <= position:
+                break
+            position = batch.next_position
+        yield from reversed(records)
+        end = begin
+
+
+def events_backwards(log: EventLog, topic: str, partition: int) -> Iterator[Event]:
+    """Known events from the end to the start; records that cannot be read are passed over."""
+    for record in records_backwards(log, topic, partition):
+        try:
+            decoded = codec.decode(record)
+        except CodecError:
+            continue
+        if isinstance(decoded, Known):
+            yield decoded.event
+
+
+class Reader:
+    """Decodes records for one stage; what cannot be read becomes a dead letter, what is unknown is counted.
+
+    The guarantee "a poison record stops nobody and is not lost" lives here: `decode` returns None only after the
+    dead letter is durable; if that append fails it raises, and the stage must not move past the record.
+    """
+
+    def __init__(self, log: EventLog, topics: Topics, stage: str, clock: Clock = now_ms) -> None:
+        self.log, self.topics, self.stage, self.clock = log, topics, stage, clock
+        self.unknown_types = 0
+        self.dead_letters = 0
+
+    def decode(self, record: Record) -> Event | None:
+        """The event, or None for a record that was refused (dead letter written) or is of an unknown type."""
+        try:
+            decoded = codec.decode(record)
+        except CodecError as error:
+            self.refuse(record, reason=_reason(error), detail=str(error))
+            return None
+        if isinstance(decoded, Unknown):
+            self.unknown_types += 1
+            logger.warning("%s: passed over unknown event type %r at %s/%d:%d", self.stage, decoded.type,
+                           record.topic, record.partition, record.offset)
+            return None
+        return decoded.event
+
+    def refuse(self, record: Record, *, reason: str, detail: str) -> None:
+        """Write the record, whole, to `dead`. Returns once that is durable."""
+        letter = DeadLetter(
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            raw=record.value,
+            raw_headers=list(record.headers),
+            stage=self.stage,
+            reason=reason,
+            detail=detail[:2000],
+            at_ms=self.clock(),
+        )
+        self.log.append(self.topics.name("dead"), 0, [codec.encode(letter, producer=self.stage)])
+        self.dead_letters += 1
+        logger.warning("%s: refused %s/%d:%d: %s: %s", self.stage, record.topic, record.partition,
+                       record.offset, reason, detail)
+
+
+def _reason(error: CodecError) -> str:
+    return {"SchemaTooNew": "schema_too_new", "OverCap": "over_cap"}.get(type(error).__name__, "undecodable")
+
+
+def encode_all(events: Sequence[Event], producer: str) -> list[NewRecord]:
+    return [codec.encode(event, producer=producer) for event in events]
+
+
+class Patience:
+    """Says what a loop waits for after 10 s, and again at growing intervals: nothing waits silently."""
+
+    def __init__(self, what: str, first: timedelta = timedelta(seconds=10)) -> None:
+        self.what, self._first = what, first.total_seconds()
+        self.reset()
+
+    def reset(self) -> None:
+        self._since = time.monotonic()
+        self._next = self._first
+
+    def waiting(self, detail: Callable[[], str]) -> None:
+        """Call once per idle round; logs when the wait has become long."""
+        waited = time.monotonic() - self._since
+        if waited >= self._next:
+            logger.warning("%s has waited %.0f s for %s", self.what, waited, detail())
+            self._next = min(self._next * 2, self._next + 60)
+
+
+def with_progress(event: Event, progress: Progress) -> Event:
+    """The same event carrying this progress (events are frozen)."""
+    return msgspec.structs.replace(event, progress=progress)

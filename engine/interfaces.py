@@ -1,0 +1,143 @@
+"""The seams of the engine: what a rollout backend, a trainer backend and a weight transport must answer.
+
+These few methods are the whole surface; nothing above them knows which backend it drives. This module imports no
+torch, so that `--help` and the log tools stay instant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streams.columns import VersionRun
+from streams.events import WeightsPublished
+from streams.trajectory import Payload
+
+
+class WeightsId(NamedTuple):
+    """Identity of one set of weights. `digest` as in engine/weights/store.py."""
+
+    epoch: int
+    version: int
+    digest: str
+
+
+# ---------------------------------------------------------------- rollout
+class Sampling(NamedTuple):
+    max_tokens: int  # most new tokens of this request
+    temperature: float = 1.0  # log-probs are those of the tempered policy, the one that sampled
+    stop_ids: tuple[int, ...] = ()  # any of these ends the request and is part of its output
+
+
+class Completion(NamedTuple):
+    """What one request gave. Lengths agree: L ids, L log-probs, runs that sum to L."""
+
+    ids: NDArray[np.int32]  # [L]
+    logprobs: NDArray[np.float32]  # [L]
+    versions: list[VersionRun]
+    finish_reason: str  # "stop" (a stop id), "length", "aborted" (ids so far)
+
+
+class EngineError(Exception):
+    """The engine could not serve; `reason` is a fixed word for RolloutFailed."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+class RolloutEngine(Protocol):
+    """One engine that holds one set of weights and serves token-in-token-out requests."""
+
+    name: str
+
+    @property
+    def held(self) -> WeightsId | None:
+        """The weights it serves now; None until the first update is whole."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """Hugging Face tokenizer, or an object with encode(text) → list[int] and decode(ids) → str."""
+        ...
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
+        """Sample after `prompt_ids`. Raises EngineError."""
+        ...
+
+    async def update(self, published: WeightsPublished, path: Path) -> float:
+        """Take these weights, whole or not at all, and return the seconds for which generation stood still.
+
+        Verifies the digest of what it now holds. Raises EngineError("weights_mismatch" | "weights_unreadable");
+        then `held` is None or what it was before, never a mixture. Running requests go on by the pause mode.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End one request soon; its generate() returns with finish_reason "aborted"."""
+        ...
+
+    async def close(self) -> None:
+        """Give everything back; waiting requests fail with EngineError("engine_closed")."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start: tokens, requests, busy_s, …"""
+        ...
+
+
+# ---------------------------------------------------------------- trainer
+class TrainSample(NamedTuple):
+    uid: str
+    payload: Payload
+    loss_mask: NDArray[np.bool_]  # [L]: payload.loss_mask less what staleness masks
+    advantage: float
+
+
+class TrainBatch(NamedTuple):
+    """The inputs of one step, in the order that the ledger recorded."""
+
+    step: int
+    version: int  # of the weights that the step starts from
+    seed: int
+    samples: list[TrainSample]
+
+
+class BadStep(Exception):
+    """The step must not count: non-finite loss or gradient, or nothing to train on.
+
+    The backend has put its state back, bit for bit, before it raises. `reason`: "nonfinite_loss",
+    "nonfinite_gradient", "no_trainable_tokens".
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason, self.detail = reason, detail
+
+
+class TrainerBackend(Protocol):
+    """A model with its optimizer. Deterministic: the same state and batch give the same bits."""
+
+    def step(self, batch: TrainBatch) -> dict[str, float]:
+        """Take one step (all its minibatches) and return its metrics. Raises BadStep."""
+        ...
+
+    def weights(self) -> Mapping[str, Any]:
+        """Named tensors for publication: numpy arrays or torch tensors, in a fixed order."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write everything that the next step depends on (weights, optimizer, schedule, RNG) into the folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Put that state back. Raises CheckpointError when a part is missing or does not fit."""
+        ...
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used; the message names the part and the reason."""

@@ -1,0 +1,188 @@
+"""Events to records and back.
+
+    encode:  event ── MessagePack map ── zstd where it pays ──► NewRecord(value, headers)
+    decode:  Record ──► Known(event) | Unknown(type, fields) | raises CodecError (→ dead letter)
+
+Headers (short ASCII, under 300 bytes): `schema` "major.minor", `type` the tag word, `id` uid or group id,
+`by` the producer, `enc` "zstd" when the value is compressed. Readers can route on them without opening the value.
+
+A higher major is refused (SchemaTooNew). A higher minor, an unknown field or an unknown type is passed over: the
+first two decode as usual, the last comes back as Unknown, which stages count and replay shows. A lower major is
+upcast step by step: register `upcasts[(major, type)]`, a function from that major's plain dict to the next one's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Union
+
+import msgspec
+import zstandard
+
+from streams.errors import CodecError, OverCap, SchemaTooNew
+from streams.events import EVENT_TYPES, SCHEMA_MAJOR, SCHEMA_MINOR, Event, tag_of
+from streams.log import NewRecord, Record
+
+DEFAULT_CAP = 64 << 20  # bytes a value may have once it is opened
+COMPRESS_FROM = 512  # bytes; smaller values gain nothing
+_LEVEL = 1  # measured: no level above 1 pays for token columns
+
+_SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}".encode()
+
+Upcast = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Known(NamedTuple):
+    event: Event
+
+
+class Unknown(NamedTuple):
+    """An event of a type that this reader does not know (a newer minor): shown, counted, passed over."""
+
+    type: str
+    fields: dict[str, Any]
+
+
+Decoded = Union[Known, Unknown]
+
+upcasts: dict[tuple[int, str], Upcast] = {}
+
+_encoder = msgspec.msgpack.Encoder()
+_decoders = {tag: msgspec.msgpack.Decoder(kind) for tag, kind in EVENT_TYPES.items()}
+_local = threading.local()
+
+
+def encode(event: Event, *, producer: str, timestamp_ms: int | None = None) -> NewRecord:
+    """The record of one event. Large values are compressed."""
+    value = _encoder.encode(event)
+    headers = [("schema", _SCHEMA), ("type", tag_of(event).encode()), ("by", producer.encode()[:64])]
+    identity = getattr(event, "uid", "") or getattr(event, "group_id", "")
+    if identity:
+        headers.append(("id", identity.encode()[:120]))
+    if len(value) >= COMPRESS_FROM:
+        packed = _compressor().compress(value)
+        if len(packed) < len(value):
+            value = packed
+            headers.append(("enc", b"zstd"))
+    return NewRecord(value, tuple(headers), timestamp_ms)
+
+
+def decode(record: Record, *, cap: int = DEFAULT_CAP) -> Decoded:
+    """The event of one record.
+
+    Raises SchemaTooNew, OverCap, or CodecError with what was wrong; the caller makes a dead letter of it.
+    """
+    headers = dict(record.headers)
+    major = _major(headers.get("schema"))
+    if major > SCHEMA_MAJOR:
+        raise SchemaTooNew(
+            f"schema {headers['schema'].decode('ascii', 'replace')} is newer than this reader's "
+            f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}: update millstream to read this log"
+        )
+    value = record.value
+    encoding = headers.get("enc", b"")
+    if encoding == b"zstd":
+        value = decompress(value, cap=cap)
+    elif encoding:
+        raise CodecError(f"unknown content encoding {encoding[:32]!r}; known: zstd")
+    tag = headers.get("type", b"").decode("ascii", "replace")
+    if major < SCHEMA_MAJOR:
+        return _decode_old(value, tag, major)
+    decoder = _decoders.get(tag)
+    try:
+        if decoder is not None:
+            return Known(decoder.decode(value))
+        fields = msgspec.msgpack.decode(value)
+    except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
+        raise CodecError(f"{tag or 'record without a type'}: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
+        raise CodecError("record without a type header and without a type field: not an event")
+    if tag and fields["type"] != tag:
+        raise CodecError(f"type header says {tag!r}, the value says {fields['type']!r}")
+    if not tag and fields["type"] in _decoders:
+        return _known(value, fields["type"])
+    return Unknown(fields["type"], fields)
+
+
+def decompress(data: bytes, *, cap: int = DEFAULT_CAP) -> bytes:
+    """One whole zstd frame, nothing before or after it, at most `cap` bytes once opened.
+
+    The stated size is checked before a byte is written; frames that state none are opened in bounded pieces.
+    Raises OverCap, or CodecError for a truncated, trailing or damaged frame.
+    """
+    try:
+        stated = zstandard.frame_content_size(data)
+        if stated > cap:
+            raise OverCap(f"value states {stated} bytes once opened, the cap is {cap}")
+        if stated >= 0:
+            return _decompressor().decompress(data, allow_extra_data=False)
+        _check_unsized(data, cap)
+        opened = zstandard.ZstdDecompressor().decompressobj()
+        value = opened.decompress(data)
+    except zstandard.ZstdError as error:
+        raise CodecError(f"damaged zstd frame of {len(data)} bytes: {error}") from error
+    if not opened.eof:
+        raise CodecError(f"truncated zstd frame: {len(data)} bytes end before the frame does")
+    if opened.unused_data:
+        raise CodecError(f"{len(opened.unused_data)} bytes trail the zstd frame")
+    return value
+
+
+def _check_unsized(data: bytes, cap: int) -> None:
+    """Stream through a frame that states no size and stop once it passes the cap."""
+    total = 0
+    with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+        while chunk := reader.read(1 << 20):
+            total += len(chunk)
+            if total > cap:
+                raise OverCap(f"value grows beyond the cap of {cap} bytes")
+
+
+def _known(value: bytes, tag: str) -> Known:
+    try:
+        return Known(_decoders[tag].decode(value))
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CodecError(f"{tag}: {error}") from error
+
+
+def _decode_old(value: bytes, tag: str, major: int) -> Decoded:
+    """Upcast a lower major one version at a time, then decode as today's."""
+    try:
+        fields = msgspec.msgpack.decode(value)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CodecError(f"{tag}: {error}") from error
+    if not isinstance(fields, dict):
+        raise CodecError(f"{tag}: schema {major} record is no map")
+    for version in range(major, SCHEMA_MAJOR):
+        upcast = upcasts.get((version, tag))
+        if upcast is not None:
+            fields = upcast(fields)
+            tag = fields.get("type", tag)
+    if tag not in EVENT_TYPES:
+        return Unknown(tag, fields)
+    try:
+        return Known(msgspec.convert(fields, EVENT_TYPES[tag]))
+    except msgspec.ValidationError as error:
+        raise CodecError(f"{tag}: upcast from schema {major} does not fit: {error}") from error
+
+
+def _major(schema: bytes | None) -> int:
+    if schema is None:
+        return SCHEMA_MAJOR  # written by hand, without headers: judged by its value alone
+    try:
+        return int(schema.split(b".", 1)[0])
+    except ValueError:
+        raise CodecError(f"schema header {schema[:32]!r} is not major.minor") from None
+
+
+def _compressor() -> zstandard.ZstdCompressor:
+    if not hasattr(_local, "compressor"):
+        _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    return _local.compressor
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    if not hasattr(_local, "decompressor"):
+        _local.decompressor = zstandard.ZstdDecompressor()
+    return _local.decompressor

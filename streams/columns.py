@@ -1,0 +1,174 @@
+"""Heavy arrays as raw little-endian columns: token ids, behaviour log-probs, masks, version runs.
+
+Every column is `bytes` and starts with one format byte, so that a reader never guesses from a length:
+
+    token ids   0: uint16 [L]                       ids below 65,536 (2 bytes a token)
+                1: uint16 [L] + packed bits [L] + packed bits [L]   bits 16 and 17 (2.25 bytes a token)
+                2: int32 [L]                        anything larger
+    log-probs   0: float32 [L]                      exact; the default, they are the behaviour policy
+                1: uint8 [2, L] byte planes of q = round(-logprob * 1024), cap 65,535   error ≤ 2**-11 above -64
+    mask        0: uint32 run lengths, alternating, the first run is of zeros (possibly 0 long)
+
+Zstandard packs them afterwards (streams/codec.py); the planes keep bytes of one kind together, which is what it
+packs best. Sizes measured in the project's encoding study: 5.1 B/token with float32, 2.2 B/token with fixed point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from streams.errors import CodecError
+
+LogprobFormat = Literal["float32", "fixed1024"]
+
+_IDS_U16, _IDS_U18, _IDS_I32 = 0, 1, 2
+_LOGPROBS_F32, _LOGPROBS_FIXED = 0, 1
+_FIXED_SCALE = 1024.0
+_FORMAT = [bytes([code]) for code in range(3)]
+
+# (epoch, version, n_tokens): which weights made a stretch of tokens
+VersionRun = tuple[int, int, int]
+
+
+def encode_ids(ids: NDArray[np.integer] | Sequence[int]) -> bytes:
+    """Pack token ids (int [L], each in 0 … 2**31-1). Raises CodecError on a negative or larger id."""
+    array = np.asarray(ids)
+    if array.size == 0:
+        return _FORMAT[_IDS_U16]
+    if array.dtype.kind not in "iu":
+        raise CodecError(f"token ids must be integers, got dtype {array.dtype}")
+    top = int(array.max())
+    if int(array.min()) < 0 or top >= 1 << 31:
+        raise CodecError(f"token ids must be in [0, 2**31), got {int(array.min())} … {top}")
+    if top < 1 << 16:
+        return _FORMAT[_IDS_U16] + array.astype("<u2").tobytes()
+    if top >= 1 << 18:
+        return _FORMAT[_IDS_I32] + array.astype("<i4").tobytes()
+    high = (array >> 16).astype(np.uint8)
+    return b"".join(
+        (
+            _FORMAT[_IDS_U18],
+            (array & 0xFFFF).astype("<u2").tobytes(),
+            np.packbits(high & 1).tobytes(),
+            np.packbits(high >> 1).tobytes(),
+        )
+    )
+
+
+def decode_ids(column: bytes) -> NDArray[np.int32]:
+    """Token ids, int32 [L]. Raises CodecError on a damaged column."""
+    code, body = _split(column, "token ids")
+    if code == _IDS_U16:
+        return np.frombuffer(_sized(body, 2, "token ids"), "<u2").astype(np.int32)
+    if code == _IDS_I32:
+        return np.frombuffer(_sized(body, 4, "token ids"), "<i4").astype(np.int32)
+    if code == _IDS_U18:
+        # len(body) = 2 n + 2 ceil(n / 8), solved for n
+        size = len(body)
+        count = (size * 8) // 18
+        while count and 2 * count + 2 * ((count + 7) // 8) > size:
+            count -= 1
+        planes = (count + 7) // 8
+        if 2 * count + 2 * planes != size:
+            raise CodecError(f"token ids: {size} bytes fit no number of 18-bit ids")
+        ids = np.frombuffer(body, "<u2", count).astype(np.int32)
+        bit16 = np.unpackbits(np.frombuffer(body, np.uint8, planes, 2 * count), count=count)
+        bit17 = np.unpackbits(np.frombuffer(body, np.uint8, planes, 2 * count + planes), count=count)
+        return ids | (bit16.astype(np.int32) << 16) | (bit17.astype(np.int32) << 17)
+    raise CodecError(f"token ids: unknown column format {code}")
+
+
+def encode_logprobs(
+    logprobs: NDArray[np.floating] | Sequence[float], form: LogprobFormat = "float32"
+) -> bytes:
+    """Pack log-probs (float [L]). Fixed point clips at -63.999 and never stores a positive value."""
+    array = np.ascontiguousarray(logprobs, dtype="<f4")
+    if form == "float32":
+        return _FORMAT[_LOGPROBS_F32] + array.tobytes()
+    if form != "fixed1024":
+        raise CodecError(f"log-probs: unknown column format {form!r}; known: float32, fixed1024")
+    scaled = array * np.float32(-_FIXED_SCALE)
+    np.rint(scaled, out=scaled)
+    np.clip(scaled, 0, 65_535, out=scaled)
+    planes = scaled.astype("<u2").view(np.uint8).reshape(-1, 2)
+    return b"".join((_FORMAT[_LOGPROBS_FIXED], planes[:, 0].tobytes(), planes[:, 1].tobytes()))
+
+
+def decode_logprobs(column: bytes) -> NDArray[np.float32]:
+    """Log-probs, float32 [L]. Raises CodecError on a damaged column."""
+    code, body = _split(column, "log-probs")
+    if code == _LOGPROBS_F32:
+        # the format byte leaves the floats unaligned; numpy copies them once
+        return np.frombuffer(_sized(body, 4, "log-probs"), "<f4").astype(np.float32, copy=True)
+    if code == _LOGPROBS_FIXED:
+        planes = np.frombuffer(_sized(body, 2, "log-probs"), np.uint8).reshape(2, -1)
+        steps = np.empty((planes.shape[1], 2), np.uint8)
+        steps[:, 0], steps[:, 1] = planes[0], planes[1]
+        return steps.view("<u2")[:, 0].astype(np.float32) * np.float32(-1 / _FIXED_SCALE)
+    raise CodecError(f"log-probs: unknown column format {code}")
+
+
+def encode_mask(mask: NDArray[np.generic] | Sequence[int]) -> bytes:
+    """Pack a loss mask (0/1 [L]) as alternating run lengths."""
+    array = np.asarray(mask).astype(bool)
+    if array.size == 0:
+        return _FORMAT[0]
+    edges = np.flatnonzero(array[1:] != array[:-1]) + 1
+    bounds = np.concatenate(([0], edges, [array.size]))
+    runs = np.diff(bounds)
+    if array[0]:
+        runs = np.concatenate(([0], runs))
+    return _FORMAT[0] + runs.astype("<u4").tobytes()
+
+
+def decode_mask(column: bytes) -> NDArray[np.bool_]:
+    """Loss mask, bool [L]. Raises CodecError on a damaged column."""
+    code, body = _split(column, "mask")
+    if code != 0:
+        raise CodecError(f"mask: unknown column format {code}")
+    runs = np.frombuffer(_sized(body, 4, "mask"), "<u4")
+    if runs.sum(dtype=np.uint64) > 1 << 28:
+        raise CodecError(f"mask: run lengths add up to {int(runs.sum(dtype=np.uint64))}, over 2**28")
+    return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+
+
+def merge_runs(runs: Iterable[VersionRun]) -> list[VersionRun]:
+    """Join neighbours of the same (epoch, version) and leave out empty runs."""
+    merged: list[VersionRun] = []
+    for epoch, version, n_tokens in runs:
+        if n_tokens == 0:
+            continue
+        if merged and merged[-1][:2] == (epoch, version):
+            merged[-1] = (epoch, version, merged[-1][2] + n_tokens)
+        else:
+            merged.append((epoch, version, n_tokens))
+    return merged
+
+
+def trainable_runs(runs: Sequence[VersionRun], mask: NDArray[np.bool_]) -> list[VersionRun]:
+    """The version runs counted over trainable tokens only (mask bool [L], sum of runs = L)."""
+    total = sum(run[2] for run in runs)
+    if total != len(mask):
+        raise CodecError(f"version runs cover {total} tokens, the mask {len(mask)}")
+    kept: list[VersionRun] = []
+    at = 0
+    for epoch, version, n_tokens in runs:
+        kept.append((epoch, version, int(np.count_nonzero(mask[at : at + n_tokens]))))
+        at += n_tokens
+    return merge_runs(kept)
+
+
+def _split(column: bytes, what: str) -> tuple[int, memoryview]:
+    if not column:
+        raise CodecError(f"{what}: empty column, its format byte is missing")
+    return column[0], memoryview(column)[1:]
+
+
+def _sized(body: memoryview, width: int, what: str) -> memoryview:
+    if len(body) % width:
+        raise CodecError(f"{what}: {len(body)} bytes are no whole number of {width}-byte values")
+    return body

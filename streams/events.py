@@ -1,0 +1,421 @@
+"""Every event of the log, as frozen structs: past-tense facts, one tag word each.
+
+    tasks         TaskDispatched  TaskSkipped                                 feeder
+    trajectories  TrajectoryFinished  RolloutFailed                           rollout
+    rewards       RewardAssigned  ScoringFailed                               reward
+    groups        GroupCompleted  GroupDropped  MembersMissing                collector
+    ledger        RunStarted  EpochStarted  BatchCut  GroupsDropped  WeightsPublished  CheckpointSaved
+                  StepSkipped  RunFinished                                    trainer
+                  DataEnded                                                   feeder
+                  LimitChanged  Paused  Resumed                               command line
+    fleet         EngineJoined  EngineReady  EngineFailed  EngineLeft         rollout
+    metrics       Metrics                                                     all
+    dead          DeadLetter                                                  all
+
+Stored as MessagePack maps by field name, tag in "type". Rules of change: a new field has a default; a field or tag
+is never reused for another meaning; anything else raises SCHEMA_MAJOR and gets an upcast (streams/codec.py).
+
+Times are milliseconds since 1970 (UTC). `seq` is the dense dispatch number of a group (0, 1, 2, …), its identity
+for admission and for the trainer's frontier. `task_offset` is the offset in `tasks` of the group's *first* dispatch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Union
+
+import msgspec
+
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
+
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+VersionRuns = list[tuple[int, int, int]]  # (epoch, version, n_tokens) …
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all events."""
+
+
+class InputProgress(msgspec.Struct, frozen=True, array_like=True):
+    """How far a stage had come in one input partition when it wrote an output (DESIGN §4.1).
+
+    Everything below `low_water` is finished and its output acknowledged; `finished` lists finished inputs in
+    [low_water, read_to).
+    """
+
+    read_to: int = 0
+    low_water: int = 0
+    finished: list[int] = []
+
+
+Progress = dict[str, InputProgress]  # input topic word → progress in the same partition number
+
+
+# ---------------------------------------------------------------- tasks
+class TaskDispatched(Event, frozen=True, kw_only=True, tag="task_dispatched"):
+    group_id: str
+    seq: NonNegative
+    data_epoch: NonNegative
+    row: NonNegative
+    attempt: NonNegative = 0  # 0: first dispatch; k: k-th re-dispatch of missing members
+    indices: list[int] = []  # members asked for; [] = all n_samples
+    n_samples: int
+    prompt: Any  # str, or a list of chat messages
+    label: Any = None
+    metadata: dict[str, Any] = {}
+    min_version: NonNegative = 0  # an engine starts it only when it holds at least this version
+    first_offset: int = -1  # of a re-dispatch: the first dispatch's offset; -1: this record itself
+    durable_below: NonNegative = 0  # every seq below this was durably dispatched or skipped
+    dispatched_ms: int = 0
+
+
+class TaskSkipped(Event, frozen=True, kw_only=True, tag="task_skipped"):
+    """A dataset row that cannot be used; it takes its `seq` and closes it."""
+
+    group_id: str
+    seq: NonNegative
+    data_epoch: NonNegative
+    row: NonNegative
+    reason: str
+    detail: str = ""
+    durable_below: NonNegative = 0
+
+
+# ---------------------------------------------------------------- trajectories
+class MemberOf(Event, frozen=True, kw_only=True):
+    """What every event about one sample carries."""
+
+    uid: str  # group_id/index/attempt
+    group_id: str
+    seq: NonNegative
+    index: NonNegative
+    attempt: NonNegative
+    n_samples: int
+    task_offset: NonNegative
+    progress: Progress = {}
+
+
+class TrajectoryFinished(MemberOf, frozen=True, kw_only=True, tag="trajectory_finished"):
+    """One generated sequence. Columns as in streams/columns.py; build it with `streams.trajectory.trajectory`."""
+
+    prompt_ids: bytes  # ids [P]
+    response_ids: bytes  # ids [L]: what the engine sampled and what the environment answered
+    logprobs: bytes  # float [L]: behaviour policy; 0 where loss_mask is 0
+    loss_mask: bytes  # 0/1 [L]: 1 on tokens that the policy sampled
+    versions: VersionRuns  # over the L response tokens
+    n_prompt_tokens: NonNegative
+    n_response_tokens: NonNegative
+    finish_reason: str  # "stop", "length", "environment", …
+    response: str = ""  # text for the reward functions; never re-tokenized
+    prompt: Any = ""
+    label: Any = None
+    metadata: dict[str, Any] = {}
+    turns: list[tuple[int, int, str]] = []  # (start, end, "policy" | "environment") over the response
+    temperature: float = 1.0
+    engine: str = ""
+    started_ms: int = 0
+    finished_ms: int = 0
+    claims: dict[str, tuple[str, int, str]] = {}  # name → (URI, bytes, sha256) of what lies outside the log
+
+
+class RolloutFailed(MemberOf, frozen=True, kw_only=True, tag="rollout_failed"):
+    reason: str  # "generate_error", "nonfinite_logprobs", "length_mismatch", "aborted", "task_deadline", …
+    detail: str = ""
+    engine: str = ""
+
+
+# ---------------------------------------------------------------- rewards
+class RewardAssigned(MemberOf, frozen=True, kw_only=True, tag="reward_assigned"):
+    reward: float
+    components: dict[str, float] = {}
+    trajectory_offset: NonNegative  # in `trajectories`, same partition
+    n_prompt_tokens: NonNegative
+    n_response_tokens: NonNegative
+    trainable_versions: VersionRuns  # version runs over trainable tokens only
+    finish_reason: str = ""
+    scoring_s: float = 0.0
+    started_ms: int = 0
+    finished_ms: int = 0
+
+
+class ScoringFailed(MemberOf, frozen=True, kw_only=True, tag="scoring_failed"):
+    """No verdict: never a reward of 0. `stage` says where it failed ("rollout" or "reward")."""
+
+    stage: str
+    reason: str
+    detail: str = ""
+    trajectory_offset: NonNegative
+
+
+# ---------------------------------------------------------------- groups
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One sample of a completed group, by reference."""
+
+    uid: str
+    index: int
+    trajectory_offset: int
+    reward: float
+    components: dict[str, float] = {}
+    n_response_tokens: int = 0
+    trainable_versions: VersionRuns = []
+    started_ms: int = 0
+    finished_ms: int = 0
+
+
+class GroupOf(Event, frozen=True, kw_only=True):
+    group_id: str
+    seq: NonNegative
+    task_offset: NonNegative
+    frontier: NonNegative = 0  # every first dispatch below this offset of `tasks` is closed …
+    closed_above: list[int] = []  # … and these at or above it
+    progress: Progress = {}
+
+
+class GroupCompleted(GroupOf, frozen=True, kw_only=True, tag="group_completed"):
+    n_samples: int
+    members: list[Member]
+    dispatched_ms: int = 0
+
+
+class GroupDropped(GroupOf, frozen=True, kw_only=True, tag="group_dropped"):
+    reason: str  # "incomplete", "zero_variance", "task_skipped", "reward_timeout", a filter's word …
+    detail: str = ""
+
+
+class MembersMissing(GroupOf, frozen=True, kw_only=True, tag="members_missing"):
+    """Asks the feeder to dispatch these members again."""
+
+    indices: list[int]
+    attempt: int  # the attempt number that the re-dispatch will have
+    reason: str
+    detail: str = ""
+
+
+# ---------------------------------------------------------------- ledger
+class RunStarted(Event, frozen=True, kw_only=True, tag="run_started"):
+    run: str
+    config_fingerprint: str
+    partitions: int
+    schema: str = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}"
+    rollout_batch_size: int
+    n_samples_per_prompt: int
+    seed: int
+    started_ms: int
+
+
+class EpochStarted(Event, frozen=True, kw_only=True, tag="epoch_started"):
+    """One incarnation of the trainer. Its epoch number is this record's own offset in the ledger."""
+
+    producer: str
+    started_ms: int
+    attempt_of_run: int = 0
+
+
+class CutMember(msgspec.Struct, frozen=True, array_like=True):
+    uid: str
+    trajectory_offset: int
+    reward: float
+    staleness: int
+    n_trainable_tokens: int
+
+
+class CutGroup(msgspec.Struct, frozen=True, array_like=True):
+    group_id: str
+    seq: int
+    partition: int
+    group_offset: int
+    members: list[CutMember]
+
+
+class Drop(msgspec.Struct, frozen=True, array_like=True):
+    group_id: str
+    seq: int
+    reason: str
+    staleness: int = -1
+    detail: str = ""
+
+
+class Closing(Event, frozen=True, kw_only=True):
+    """What every ledger record that closes groups carries: the frontier after it."""
+
+    epoch: NonNegative
+    version: NonNegative  # trainer version when it was written
+    drops: list[Drop] = []
+    frontier: NonNegative  # every seq below it has its outcome …
+    closed_above: list[int] = []  # … and these above it
+    duplicates: NonNegative = 0  # copies passed over since the last closing record
+
+
+class BatchCut(Closing, frozen=True, kw_only=True, tag="batch_cut"):
+    """The write-ahead record of one step: appended before the optimizer runs, and the commit itself."""
+
+    step: NonNegative
+    groups: list[CutGroup]
+    positions: list[int]  # next offset to read, per partition of `groups`
+    limit: NonNegative
+    on_stale: str
+    seed: int
+    ledger_read_to: NonNegative
+    cut_ms: int
+    last: bool = False
+
+
+class GroupsDropped(Closing, frozen=True, kw_only=True, tag="groups_dropped"):
+    """Outcomes outside a batch. Advances no position."""
+
+
+class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    shape: list[int]
+    dtype: str
+    nbytes: int
+
+
+class WeightsPublished(Event, frozen=True, kw_only=True, tag="weights_published"):
+    epoch: NonNegative
+    version: NonNegative
+    step: NonNegative
+    kind: str = "full"  # "full", "delta", "lora"
+    base_version: int = -1
+    base_digest: str = ""
+    digest: str
+    uris: dict[str, str]  # transport → where, e.g. {"disk": "weights/e1-v7.safetensors"}
+    tensors: list[TensorInfo] = []
+    nbytes: NonNegative = 0
+    published_ms: int = 0
+
+
+class CheckpointSaved(Event, frozen=True, kw_only=True, tag="checkpoint_saved"):
+    epoch: NonNegative
+    version: NonNegative
+    step: NonNegative
+    path: str
+    digest: str
+    ledger_position: NonNegative
+    saved_ms: int = 0
+
+
+class StepSkipped(Event, frozen=True, kw_only=True, tag="step_skipped"):
+    """The step changed nothing and made no version; its groups stay closed."""
+
+    epoch: NonNegative
+    step: NonNegative
+    version: NonNegative
+    reason: str
+    detail: str = ""
+
+
+class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
+    epoch: NonNegative
+    step: NonNegative
+    version: NonNegative
+    reason: str  # "data_ended", "steps_reached"
+    finished_ms: int
+
+
+class DataEnded(Event, frozen=True, kw_only=True, tag="data_ended"):
+    count: NonNegative  # groups dispatched or skipped in all: seq runs from 0 to count-1
+    producer: str = ""
+
+
+class LimitChanged(Event, frozen=True, kw_only=True, tag="limit_changed"):
+    limit: NonNegative
+    by: str = ""
+    at_ms: int = 0
+
+
+class Paused(Event, frozen=True, kw_only=True, tag="paused"):
+    by: str = ""
+    reason: str = ""
+    at_ms: int = 0
+
+
+class Resumed(Event, frozen=True, kw_only=True, tag="resumed"):
+    by: str = ""
+    at_ms: int = 0
+
+
+# ---------------------------------------------------------------- fleet
+class EngineJoined(Event, frozen=True, kw_only=True, tag="engine_joined"):
+    engine: str
+    replica: int
+    host: str = ""
+    pid: int = 0
+    at_ms: int = 0
+
+
+class EngineReady(Event, frozen=True, kw_only=True, tag="engine_ready"):
+    """The engine serves this version and its weights' digest equals the trainer's."""
+
+    engine: str
+    epoch: NonNegative
+    version: NonNegative
+    digest: str
+    load_s: float = 0.0
+    stall_s: float = 0.0
+    at_ms: int = 0
+
+
+class EngineFailed(Event, frozen=True, kw_only=True, tag="engine_failed"):
+    engine: str
+    reason: str
+    detail: str = ""
+    at_ms: int = 0
+
+
+class EngineLeft(Event, frozen=True, kw_only=True, tag="engine_left"):
+    engine: str
+    at_ms: int = 0
+
+
+# ---------------------------------------------------------------- metrics, dead letters
+class Metrics(Event, frozen=True, kw_only=True, tag="metrics"):
+    source: str  # "feeder", "rollout-0", …
+    values: dict[str, float]
+    step: int = -1
+    at_ms: int = 0
+
+
+class DeadLetter(Event, frozen=True, kw_only=True, tag="dead_letter"):
+    """A refused record, whole: nothing is lost, and it can be looked at or replayed."""
+
+    topic: str
+    partition: int
+    offset: int
+    raw: bytes
+    raw_headers: list[tuple[str, bytes]] = []
+    stage: str
+    reason: str
+    detail: str = ""
+    attempts: int = 1
+    at_ms: int = 0
+
+
+TaskEvent = Union[TaskDispatched, TaskSkipped]
+TrajectoryEvent = Union[TrajectoryFinished, RolloutFailed]
+RewardEvent = Union[RewardAssigned, ScoringFailed]
+GroupEvent = Union[GroupCompleted, GroupDropped, MembersMissing]
+LedgerEvent = Union[
+    RunStarted,
+    EpochStarted,
+    BatchCut,
+    GroupsDropped,
+    WeightsPublished,
+    CheckpointSaved,
+    StepSkipped,
+    RunFinished,
+    DataEnded,
+    LimitChanged,
+    Paused,
+    Resumed,
+]
+FleetEvent = Union[EngineJoined, EngineReady, EngineFailed, EngineLeft]
+AnyEvent = Union[TaskEvent, TrajectoryEvent, RewardEvent, GroupEvent, LedgerEvent, FleetEvent, Metrics, DeadLetter]
+
+EVENT_TYPES: dict[str, type[Event]] = {
+    str(kind.__struct_config__.tag): kind for kind in AnyEvent.__args__  # pyright: ignore[reportAttributeAccessIssue]
+}
+
+
+def tag_of(event: Event | type[Event]) -> str:
+    """The stored word of an event or of its class."""
+    return str(event.__struct_config__.tag)

@@ -1,0 +1,217 @@
+"""The one interface that everything above the log uses.
+
+A log is a set of topics; a topic is a fixed number of partitions; a partition is a total order of records with
+dense offsets 0, 1, 2, … (a log may leave holes, as Kafka's transaction markers do: always read on from
+`Batch.next_position`, never count records). A *position* is always the next offset to read.
+
+Guarantees (checked by tests/contracts/test_event_log.py on every implementation):
+  - `append` returns, or its future resolves, only when the records are durable by the log's setting and
+    visible to every reader; the records of one call are contiguous and in order.
+  - One writer's appends to a partition keep their order, also when they are pipelined through `submit`.
+  - Readers never see a record that a crash of its writer could still take back.
+  - `read` returns at once; `wait` is the only call that sleeps, and it has a deadline.
+
+Example:
+    >>> from streams.memory import MemoryLog
+    >>> from streams.log import NewRecord
+    >>> log = MemoryLog()
+    >>> log.create_topic("demo.tasks", 2)
+    >>> log.append("demo.tasks", 0, [NewRecord(b"hello")])
+    0
+    >>> log.read("demo.tasks", 0, 0).records[0].value
+    b'hello'
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import NamedTuple
+
+Headers = tuple[tuple[str, bytes], ...]
+
+DEFAULT_TIMEOUT = timedelta(seconds=30)
+
+
+class TopicPartition(NamedTuple):
+    topic: str
+    partition: int
+
+
+class NewRecord(NamedTuple):
+    value: bytes
+    headers: Headers = ()
+    timestamp_ms: int | None = None  # None: the log's clock when it is appended
+
+
+class Record(NamedTuple):
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    headers: Headers
+    value: bytes
+
+    def header(self, name: str) -> bytes | None:
+        """The first header of that name, or None."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+
+class Batch(NamedTuple):
+    """Result of one read. `next_position` is where the next read goes on, also when `records` is empty."""
+
+    records: list[Record]
+    next_position: int
+
+
+class Membership(abc.ABC):
+    """A role's share of the partitions. Lost when its process dies; released by close()."""
+
+    @abc.abstractmethod
+    def partitions(self) -> frozenset[int]:
+        """The partitions that are this member's now. Call it often: on some logs it also is the heartbeat."""
+
+    @property
+    @abc.abstractmethod
+    def generation(self) -> int:
+        """Changes whenever `partitions()` changed; the owner then rebuilds its positions from its output."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give the share back."""
+
+
+class EventLog(abc.ABC):
+    """An append-only log of partitioned topics. All methods are safe to call from several threads."""
+
+    # -- topics
+    @abc.abstractmethod
+    def create_topic(self, topic: str, partitions: int) -> None:
+        """Create it, or check that it exists with that many partitions.
+
+        Raises TopicMismatch when it exists with another number.
+        """
+
+    @abc.abstractmethod
+    def topics(self) -> dict[str, int]:
+        """Topic name → number of partitions."""
+
+    # -- writing
+    @abc.abstractmethod
+    def submit(self, topic: str, partition: int, records: Sequence[NewRecord]) -> Future[int]:
+        """Queue an append; the future gives the offset of its first record once all of it is durable.
+
+        Blocks only while the log's own budget of bytes in flight is spent. The future fails with LogFull,
+        RecordTooLarge, UnknownTopic, LogUnavailable or LogClosed, and then nothing of this call is visible
+        (LogUnavailable: nothing of it may ever be trusted, a retry can leave a duplicate).
+        """
+
+    def append(
+        self,
+        topic: str,
+        partition: int,
+        records: Sequence[NewRecord],
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> int:
+        """Append durably and return the offset of the first record. Raises what `submit`'s future holds."""
+        return self.submit(topic, partition, records).result(timeout.total_seconds())
+
+    # -- reading
+    @abc.abstractmethod
+    def start(self, topic: str, partition: int) -> int:
+        """Offset of the first kept record (equal to `end` when there is none)."""
+
+    @abc.abstractmethod
+    def end(self, topic: str, partition: int) -> int:
+        """Position after the last visible record."""
+
+    @abc.abstractmethod
+    def read(
+        self,
+        topic: str,
+        partition: int,
+        position: int,
+        *,
+        max_records: int = 500,
+        max_bytes: int = 8 << 20,
+    ) -> Batch:
+        """Records from `position` on, at once, at least one if there is one (even if over max_bytes).
+
+        Raises OffsetOutOfRange below `start` or above `end`, CorruptRecord when the record at `position` is
+        damaged (records before a damaged one are returned first).
+        """
+
+    @abc.abstractmethod
+    def wait(self, positions: Mapping[TopicPartition, int], timeout: timedelta) -> bool:
+        """Sleep until any partition has a record at or after its position. False when the time is over."""
+
+    @abc.abstractmethod
+    def offset_at(self, topic: str, partition: int, timestamp_ms: int) -> int:
+        """Offset of the first record whose timestamp is ≥ `timestamp_ms`, or the end position."""
+
+    # -- groups
+    @abc.abstractmethod
+    def join(
+        self, group: str, topic: str, *, replica: int, replicas: int, member: str = ""
+    ) -> Membership:
+        """Take share `replica` of `replicas` of the topic's partitions for this group.
+
+        Raises ShareHeld while another live member holds this share.
+        """
+
+    @abc.abstractmethod
+    def commit_hint(self, group: str, positions: Mapping[TopicPartition, int]) -> None:
+        """Remember positions for lag display. Never the truth about what was done; never waits for the disk."""
+
+    @abc.abstractmethod
+    def hints(self, group: str) -> dict[TopicPartition, int]:
+        """The positions last remembered for that group."""
+
+    @abc.abstractmethod
+    def groups(self) -> list[str]:
+        """Names of the groups that have hints."""
+
+    # -- retention
+    @abc.abstractmethod
+    def truncate_before(self, topic: str, partition: int, offset: int) -> int:
+        """Allow records below `offset` to be removed; returns the new start (whole segments go, so it may
+        stay below `offset`). The caller answers for what readers still need (DESIGN §4, Poison)."""
+
+    # -- life
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Flush what was submitted (bounded by a deadline) and let go of every resource. Twice is harmless."""
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def share(partitions: int, replica: int, replicas: int) -> frozenset[int]:
+    """The partitions of share `replica` of `replicas`: every partition belongs to exactly one share."""
+    if not 0 <= replica < replicas:
+        raise ValueError(f"replica must be in [0, {replicas}), got {replica}")
+    return frozenset(range(replica, partitions, replicas))
+
+
+def read_all(
+    log: EventLog, topic: str, partition: int, position: int, end: int | None = None
+) -> Iterable[Record]:
+    """Every record from `position` up to `end` (default: the end when called), by position, never by count."""
+    stop = log.end(topic, partition) if end is None else end
+    while position < stop:
+        batch = log.read(topic, partition, position)
+        for record in batch.records:
+            if record.offset >= stop:
+                return
+            yield record
+        if batch.next_position <= position:
+            return
+        position = batch.next_position
