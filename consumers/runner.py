@@ -16,14 +16,14 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from streams import codec
 from streams.codec import Known, Unknown
 from streams.errors import CodecError
-from streams.events import DeadLetter, Event, InputProgress, Progress
+from streams.events import DeadLetter, Event, InputProgress, Progress, TaskDispatched, TaskSkipped
 from streams.log import EventLog, NewRecord, Record
 from streams.topics import Topics
 
@@ -141,6 +141,17 @@ def events_backwards(log: EventLog, topic: str, partition: int) -> Iterator[Even
             yield decoded.event
 
 
+def task_event(record: Record) -> TaskDispatched | TaskSkipped | None:
+    """What a record of `tasks` says; None for one that cannot be read."""
+    try:
+        decoded = codec.decode(record)
+    except CodecError:
+        return None
+    if isinstance(decoded, Known) and isinstance(decoded.event, (TaskDispatched, TaskSkipped)):
+        return decoded.event
+    return None
+
+
 class Reader:
     """Decodes records for one stage; what cannot be read becomes a dead letter, what is unknown is counted.
 
@@ -213,6 +224,6 @@ class Patience:
             self._next = min(self._next * 2, self._next + 60)
 
 
-def with_progress(event: Event, progress: Progress) -> Event:
-    """The same event carrying this progress (events are frozen)."""
-    return msgspec.structs.replace(event, progress=progress)
+def with_progress(event: Event, progress: Progress, **changes: Any) -> Event:
+    """The same event carrying this progress and these other changes (events are frozen)."""
+    return msgspec.structs.replace(event, progress=progress, **changes)

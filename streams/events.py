@@ -5,7 +5,7 @@
     rewards       RewardAssigned  ScoringFailed                               reward
     groups        GroupCompleted  GroupDropped  MembersMissing                collector
     ledger        RunStarted  EpochStarted  BatchCut  GroupsDropped  WeightsPublished  CheckpointSaved
-                  StepSkipped  RunFinished                                    trainer
+                  StepSkipped  RunEnding  RunFinished                         trainer
                   DataEnded                                                   feeder
                   LimitChanged  Paused  Resumed                               command line
     fleet         EngineJoined  EngineReady  EngineFailed  EngineLeft         rollout
@@ -64,7 +64,7 @@ class TaskDispatched(Event, frozen=True, kw_only=True, tag="task_dispatched"):
     metadata: dict[str, Any] = {}
     min_version: NonNegative = 0  # an engine starts it only when it holds at least this version
     first_offset: int = -1  # of a re-dispatch: the first dispatch's offset; -1: this record itself
-    durable_below: NonNegative = 0  # every seq below this was durably dispatched or skipped
+    next_seq: NonNegative = 0  # the feeder's counter after this: every seq dispatched so far is below it
     dispatched_ms: int = 0
 
 
@@ -77,7 +77,7 @@ class TaskSkipped(Event, frozen=True, kw_only=True, tag="task_skipped"):
     row: NonNegative
     reason: str
     detail: str = ""
-    durable_below: NonNegative = 0
+    next_seq: NonNegative = 0
 
 
 # ---------------------------------------------------------------- trajectories
@@ -281,6 +281,7 @@ class WeightsPublished(Event, frozen=True, kw_only=True, tag="weights_published"
     uris: dict[str, str]  # transport → where, e.g. {"disk": "weights/e1-v7.safetensors"}
     tensors: list[TensorInfo] = []
     nbytes: NonNegative = 0
+    forked_at: int = -1  # first publication of an epoch: older epochs' versions above this count as this one
     published_ms: int = 0
 
 
@@ -302,6 +303,14 @@ class StepSkipped(Event, frozen=True, kw_only=True, tag="step_skipped"):
     version: NonNegative
     reason: str
     detail: str = ""
+
+
+class RunEnding(Event, frozen=True, kw_only=True, tag="run_ending"):
+    """The trainer wants no more groups: the feeder stops and answers with DataEnded."""
+
+    epoch: NonNegative
+    step: NonNegative
+    reason: str  # "steps_reached"
 
 
 class RunFinished(Event, frozen=True, kw_only=True, tag="run_finished"):
@@ -402,6 +411,7 @@ LedgerEvent = Union[
     WeightsPublished,
     CheckpointSaved,
     StepSkipped,
+    RunEnding,
     RunFinished,
     DataEnded,
     LimitChanged,

@@ -7,16 +7,15 @@ is the one door out of it.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from streams import columns
 from streams.columns import LogprobFormat, VersionRun
-from streams.errors import InvalidEvent
+from streams.errors import CodecError, InvalidEvent
 from streams.events import Progress, TrajectoryFinished
 
 LOGPROB_TOLERANCE = 1e-4  # a log-prob may be this much above 0 from rounding
@@ -87,8 +86,8 @@ def pack(
         n_samples=sample.n_samples,
         task_offset=sample.task_offset,
         progress=progress or {},
-        prompt_ids=columns.encode_ids(prompt_ids),
-        response_ids=columns.encode_ids(ids),
+        prompt_ids=_column(prompt_ids, "prompt", uid),
+        response_ids=_column(ids, "response", uid),
         logprobs=columns.encode_logprobs(logprobs, logprob_format),
         loss_mask=columns.encode_mask(mask),
         versions=columns.merge_runs(sample.versions),
@@ -134,24 +133,31 @@ def open_payload(event: TrajectoryFinished) -> Payload:
     return payload
 
 
-def _ids(values: ArrayLike, what: str, uid: str) -> NDArray[np.int64]:
+def _ids(values: Any, what: str, uid: str) -> NDArray[np.integer]:
+    """An integer array [L]; the range is checked where the column is packed."""
     try:
-        array = np.asarray(values)
-        if array.size and array.dtype.kind not in "iu":
-            raise TypeError(f"dtype {array.dtype}")
-        ids = array.astype(np.int64).reshape(-1)
-    except (TypeError, ValueError) as error:
+        array = values if isinstance(values, np.ndarray) else np.asarray(values)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise TypeError(f"shape {array.shape}, dtype {array.dtype}")
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidEvent("bad_token_id", f"{what} token ids must be integers ({error})", uid=uid) from None
-    if ids.size and (ids.min() < 0 or ids.max() >= 1 << 31):
-        raise InvalidEvent("bad_token_id", f"{what} token id outside [0, 2**31)", uid=uid)
-    return ids
+    return array
 
 
-def _mask(values: ArrayLike, count: int, uid: str) -> NDArray[np.bool_]:
-    mask = np.asarray(values)
+def _column(ids: NDArray[np.integer], what: str, uid: str) -> bytes:
+    try:
+        return columns.encode_ids(ids)
+    except CodecError as error:
+        raise InvalidEvent("bad_token_id", f"{what}: {error}", uid=uid) from None
+
+
+def _mask(values: Any, count: int, uid: str) -> NDArray[np.bool_]:
+    mask = values if isinstance(values, np.ndarray) else np.asarray(values)
     if mask.shape != (count,):
         raise InvalidEvent("length_mismatch", f"loss mask {mask.size}≠{count} response tokens", uid=uid)
-    if mask.dtype != np.bool_ and not np.isin(mask, (0, 1)).all():
+    if mask.dtype == np.bool_:
+        return mask
+    if not np.isin(mask, (0, 1)).all():
         raise InvalidEvent("bad_mask", "loss mask holds values other than 0 and 1", uid=uid)
     return mask.astype(bool)
 
@@ -168,38 +174,39 @@ def _logprobs(values: Any, mask: NDArray[np.bool_], uid: str) -> NDArray[np.floa
         raise InvalidEvent(
             "length_mismatch", f"log-probs {array.size}≠{len(mask)} response tokens", uid=uid
         )
-    bad = mask & ~np.isfinite(array)
+    if not np.logical_and.reduce(mask):
+        array = np.where(mask, array, np.float32(0))
+    # two passes find every bad value: NaN and +inf survive a maximum, -inf a minimum
+    highest, lowest = np.maximum.reduce(array), np.minimum.reduce(array)
+    if highest <= 0 and lowest > -np.inf:
+        return array
+    _refuse_logprobs(array, uid)
+    return np.minimum(array, np.float32(0))
+
+
+def _refuse_logprobs(array: NDArray[np.float32], uid: str) -> None:
+    """Name the first value that must not be trained on; returns if all are within the tolerance."""
+    bad = ~np.isfinite(array)
     if bad.any():
         index = int(np.flatnonzero(bad)[0])
         raise InvalidEvent("nonfinite_logprob", f"log-prob {array[index]} at index {index}", uid=uid)
-    high = mask & (array > LOGPROB_TOLERANCE)
+    high = array > LOGPROB_TOLERANCE
     if high.any():
         index = int(np.flatnonzero(high)[0])
         raise InvalidEvent("positive_logprob", f"log-prob {array[index]} at index {index}", uid=uid)
-    return np.where(mask, np.minimum(array, 0.0), np.float32(0.0)).astype(np.float32)
 
 
 def _check_versions(versions: Any, count: int, uid: str) -> None:
     total = 0
     for run in versions:
         epoch, version, n_tokens = run
-        for what, number in (("epoch", epoch), ("version", version), ("length", n_tokens)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise InvalidEvent(
-                    "unknown_version", f"version run {run!r}: its {what} is not a whole number ≥ 0", uid=uid
-                )
+        if type(epoch) is not int or type(version) is not int or type(n_tokens) is not int or min(run) < 0:
+            raise InvalidEvent(
+                "unknown_version", f"version run {run!r}: needs three whole numbers ≥ 0 (epoch, version, tokens)",
+                uid=uid,
+            )
         total += n_tokens
     if total != count:
         raise InvalidEvent(
             "length_mismatch", f"version runs cover {total}≠{count} response tokens", uid=uid
         )
-
-
-def lag(runs: list[VersionRun], trainer_version: int) -> tuple[int, float, int]:
-    """Least, mean and greatest lag in versions over the runs' tokens; (0, nan, 0) without tokens."""
-    total = sum(run[2] for run in runs)
-    if not total:
-        return 0, math.nan, 0
-    lags = [(trainer_version - version, n_tokens) for _, version, n_tokens in runs if n_tokens]
-    mean = sum(each * n_tokens for each, n_tokens in lags) / total
-    return min(each for each, _ in lags), mean, max(each for each, _ in lags)

@@ -1,0 +1,64 @@
+# The targets that a person needs. Each makes its own environment first: Python >= 3.10 and make are enough.
+#
+#   make demo                        learn a small task end to end (DEMO_ARGS="--task reverse --seed 1" …)
+#   make test                        the tests, without those marked slow (TEST_ARGS="-k codec" …)
+#
+# Packages come from wherever pip is set up to look (PIP_INDEX_URL and the like are handed on to uv).
+
+PYTHON ?= python3
+VENV ?= .venv
+DEMO_ARGS ?=
+TEST_ARGS ?=
+BENCH ?= $(sort $(wildcard benchmarks/*.py))
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test test-slow check format docs bench clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup | demo | test | test-slow | check | format | docs | bench | clean"
+
+setup: $(STAMP)
+
+# uv installs several times faster; where it cannot be had, or cannot reach what pip reaches, pip does the work.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v < (3, 14) else "Python 3.10 to 3.13 is needed, $(PYTHON) is %d.%d; try make PYTHON=python3.12" % v)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	$(BIN)/python -m pip install --quiet uv || true
+	if test -x $(BIN)/uv && \
+	    env $${PIP_INDEX_URL:+UV_DEFAULT_INDEX="$$PIP_INDEX_URL"} $${PIP_EXTRA_INDEX_URL:+UV_INDEX="$$PIP_EXTRA_INDEX_URL"} \
+	    $(BIN)/uv pip install --python $(BIN)/python -e '.[train,dev]'; \
+	then :; else $(BIN)/python -m pip install -e '.[train,dev]'; fi
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/millstream demo $(DEMO_ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(TEST_ARGS) || test $$? -eq 5  # 5: there are none
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+docs: $(STAMP)
+	$(BIN)/python -m engine.configdocs docs/configuration.md
+
+bench: $(STAMP)
+	set -e; for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,363 @@
+"""The feeder: dataset rows become tasks, and this is the only admission control.
+
+    dataset ──► open groups < (limit + 1) × G ? ──► least loaded partition of tasks
+                      ▲                                    ▲
+        ledger: closed, published, limit, pause     groups: MembersMissing → dispatched again, same partition
+                                                            terminal → its partition has one task less
+
+    waits for: a group to be closed (ledger), a member to go missing (groups), a change of limit or pause.
+
+A group counts as open from its dispatch until it is dropped, or until the step that used it has published its
+version (or was skipped): so at limit 0 nothing is generated before the weights that it needs exist, and no sample
+exceeds the limit while groups finish in order. Counting is over distinct `seq`s folded from the log, so repeated
+records, skipped steps and restarts can neither starve nor flood it.
+
+State after a crash comes from the log alone: `tasks` is scanned back to the first record whose `next_seq` is not
+above the ledger's frontier; seqs that are missing in between are holes of a crash between two partitions, and are
+dispatched first.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+
+from consumers.dataset import BadRow, Dataset, Order, group_id
+from consumers.ledger import Ledger
+from consumers.runner import (
+    Clock,
+    Patience,
+    Reader,
+    Stop,
+    events_backwards,
+    now_ms,
+    records_backwards,
+    task_event,
+)
+from streams import codec
+from streams.codec import Known
+from streams.events import (
+    DataEnded,
+    Event,
+    GroupCompleted,
+    GroupDropped,
+    MembersMissing,
+    Metrics,
+    TaskDispatched,
+    TaskSkipped,
+)
+from streams.log import EventLog, TopicPartition
+from streams.topics import Topics
+
+logger = logging.getLogger(__name__)
+
+TERMINAL = (GroupCompleted, GroupDropped)
+
+
+class Feeder:
+    """Lifecycle: `Feeder(...)`, then `run(stop)`, which recovers, feeds, and returns 0 at the end of the run."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        topics: Topics,
+        dataset: Dataset,
+        *,
+        rollout_batch_size: int,
+        n_samples: int,
+        limit: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        data_epochs: int | None = None,
+        max_open_groups: int | None = None,
+        clock: Clock = now_ms,
+        poll: timedelta = timedelta(milliseconds=100),
+    ) -> None:
+        self.log, self.topics, self.dataset = log, topics, dataset
+        self.rollout_batch_size, self.n_samples = rollout_batch_size, n_samples
+        self.order = Order(len(dataset), seed=seed, shuffle=shuffle)
+        self.total = None if data_epochs is None else data_epochs * len(dataset)
+        self.max_open_groups, self.clock, self.poll = max_open_groups, clock, poll
+        self.ledger = Ledger(log, topics, limit=limit)
+        self.reader = Reader(log, topics, "feeder", clock)
+        self.next_seq = 0
+        self.holes: list[int] = []
+        self.dispatched_total = 0
+        self.redispatched_total = 0
+        self._partition_of: dict[int, int] = {}  # unfinished seq → partition (its load)
+        self._load = [0] * topics.partitions
+        self._redispatched: set[tuple[str, int, int]] = set()  # (group_id, attempt, index)
+        self._positions = [0] * topics.partitions  # in groups
+        self._patience = Patience("feeder")
+        self._reported = 0
+
+    # -- life
+    def run(self, stop: Stop) -> int:
+        self.recover()
+        while not stop():
+            if self.round():
+                self._patience.reset()
+                continue
+            if self.ledger.finished is not None:
+                logger.info("feeder: the run is finished")
+                return 0
+            self._patience.waiting(self._waits_for)
+            self.log.wait(self._watched(), self.poll)
+        return 0
+
+    def round(self) -> bool:
+        """One look at the log and everything that follows from it; True if anything was written."""
+        self.ledger.catch_up()
+        wrote = self._read_groups()
+        if self.ledger.finished is None:
+            wrote = self._feed() or wrote
+        self._report()
+        return wrote
+
+    def _watched(self) -> dict[TopicPartition, int]:
+        watched = {TopicPartition(self.topics.name("ledger"), 0): self.ledger.position}
+        for partition, position in enumerate(self._positions):
+            watched[TopicPartition(self.topics.name("groups"), partition)] = position
+        return watched
+
+    def _waits_for(self) -> str:
+        if self.ledger.paused:
+            return "the run to be resumed"
+        if self.ledger.data_ended is not None:
+            return f"the end of the run ({self.open_groups} groups are open)"
+        return f"a group to be closed ({self.open_groups} open, {self.capacity} allowed)"
+
+    # -- admission
+    @property
+    def open_groups(self) -> int:
+        """Distinct groups that are dispatched and not yet closed, plus those whose version is not yet published."""
+        return self.next_seq - len(self.holes) - self.ledger.closed_count + self.ledger.untrained_groups
+
+    @property
+    def capacity(self) -> int:
+        allowed = (self.ledger.limit + 1) * self.rollout_batch_size
+        return allowed if self.max_open_groups is None else min(allowed, self.max_open_groups)
+
+    def _feed(self) -> bool:
+        if self.ledger.data_ended is not None:
+            return False
+        if self.ledger.ending is not None:
+            self._end()
+            return True
+        if self.ledger.paused:
+            return False
+        batches: dict[int, list[Event]] = {}
+        room = self.capacity - self.open_groups
+        sent: list[int] = []
+        while room > 0:
+            seq = self._take()
+            if seq is None:
+                break
+            event = self._task(seq)
+            partition = self._least_loaded()
+            batches.setdefault(partition, []).append(event)
+            self._load[partition] += 1
+            self._partition_of[seq] = partition
+            sent.append(seq)
+            room -= 1
+        futures = [
+            self.log.submit(
+                self.topics.name("tasks"),
+                partition,
+                [codec.encode(event, producer="feeder") for event in events],
+            )
+            for partition, events in batches.items()
+        ]
+        for future in futures:
+            future.result(60)
+        self.dispatched_total += len(sent)
+        if self.total is not None and self.next_seq >= self.total and not self.holes and room > 0:
+            self._end()
+            return True
+        return bool(sent)
+
+    def _take(self) -> int | None:
+        """The next seq to dispatch: holes first."""
+        if self.holes:
+            return self.holes.pop(0)
+        if self.total is not None and self.next_seq >= self.total:
+            return None
+        self.next_seq += 1
+        return self.next_seq - 1
+
+    def _task(self, seq: int) -> TaskDispatched | TaskSkipped:
+        data_epoch, index = self.order(seq)
+        row = self.dataset.row(index)
+        common = {
+            "group_id": group_id(data_epoch, index),
+            "seq": seq,
+            "data_epoch": data_epoch,
+            "row": index,
+            "next_seq": self.next_seq,
+        }
+        if isinstance(row, BadRow):
+            logger.warning("feeder: skipped %s: %s", row.reason, row.detail)
+            return TaskSkipped(reason=row.reason, detail=row.detail, **common)
+        return TaskDispatched(
+            n_samples=self.n_samples,
+            prompt=row.prompt,
+            label=row.label,
+            metadata=row.metadata,
+            min_version=self._min_version(),
+            dispatched_ms=self.clock(),
+            **common,
+        )
+
+    def _min_version(self) -> int:
+        published = self.ledger.published.version if self.ledger.published is not None else 0
+        return max(0, published - self.ledger.limit)
+
+    def _least_loaded(self) -> int:
+        return min(range(self.topics.partitions), key=lambda partition: (self._load[partition], partition))
+
+    def _end(self) -> None:
+        ended = DataEnded(count=self.next_seq, producer="feeder")
+        self.log.append(self.topics.name("ledger"), 0, [codec.encode(ended, producer="feeder")])
+        self.ledger.catch_up()
+        logger.info("feeder: data ended after %d groups", self.next_seq)
+
+    # -- groups: load and re-dispatch
+    def _read_groups(self) -> bool:
+        wrote = False
+        topic = self.topics.name("groups")
+        for partition, position in enumerate(self._positions):
+            batch = self.log.read(topic, partition, position)
+            for record in batch.records:
+                event = self.reader.decode(record)
+                if isinstance(event, TERMINAL):
+                    self._finished(event.seq)
+                elif isinstance(event, MembersMissing):
+                    wrote = self._redispatch(event, partition) or wrote
+            self._positions[partition] = batch.next_position
+        return wrote
+
+    def _finished(self, seq: int) -> None:
+        partition = self._partition_of.pop(seq, None)
+        if partition is not None:
+            self._load[partition] -= 1
+
+    def _redispatch(self, missing: MembersMissing, partition: int) -> bool:
+        """Dispatch members again, once an attempt, on the partition where their group lives."""
+        wanted = [
+            index
+            for index in missing.indices
+            if (missing.group_id, missing.attempt, index) not in self._redispatched
+        ]
+        if not wanted or self.ledger.is_closed(missing.seq) or self.ledger.finished is not None:
+            return False
+        first = self._first_dispatch(missing, partition)
+        if first is None:
+            return False
+        again = TaskDispatched(
+            group_id=first.group_id,
+            seq=first.seq,
+            data_epoch=first.data_epoch,
+            row=first.row,
+            attempt=missing.attempt,
+            indices=wanted,
+            n_samples=first.n_samples,
+            prompt=first.prompt,
+            label=first.label,
+            metadata=first.metadata,
+            min_version=self._min_version(),
+            first_offset=missing.task_offset,
+            next_seq=self.next_seq,
+            dispatched_ms=self.clock(),
+        )
+        self.log.append(self.topics.name("tasks"), partition, [codec.encode(again, producer="feeder")])
+        self._redispatched.update((missing.group_id, missing.attempt, index) for index in wanted)
+        self.redispatched_total += len(wanted)
+        logger.warning("feeder: dispatched members %s of group %s again (attempt %d): %s", wanted,
+                       missing.group_id, missing.attempt, missing.reason)
+        return True
+
+    def _first_dispatch(self, missing: MembersMissing, partition: int) -> TaskDispatched | None:
+        records = self.log.read(
+            self.topics.name("tasks"), partition, missing.task_offset, max_records=1
+        ).records
+        decoded = codec.decode(records[0]) if records else None
+        if isinstance(decoded, Known) and isinstance(decoded.event, TaskDispatched):
+            if decoded.event.group_id == missing.group_id:
+                return decoded.event
+        logger.error("feeder: tasks/%d:%d is not the dispatch of group %s", partition, missing.task_offset,
+                     missing.group_id)
+        return None
+
+    # -- recovery
+    def recover(self) -> None:
+        """Rebuild counter, holes, load and re-dispatches from the log."""
+        self.ledger.catch_up()
+        frontier = self.ledger.frontier
+        seen: set[int] = set()
+        first_open: list[int | None] = [None] * self.topics.partitions
+        for partition in range(self.topics.partitions):
+            for record in records_backwards(self.log, self.topics.name("tasks"), partition):
+                event = task_event(record)
+                if event is None:
+                    continue
+                self.next_seq = max(self.next_seq, event.next_seq, event.seq + 1)
+                if event.seq >= frontier:
+                    self._recover_task(event, partition, seen)
+                    first_open[partition] = record.offset
+                if event.next_seq <= frontier:
+                    break
+        self.next_seq = max(self.next_seq, frontier)
+        self.holes = [
+            seq for seq in range(frontier, self.next_seq) if seq not in seen and not self.ledger.is_closed(seq)
+        ]
+        self._recover_groups(first_open)
+        if self.next_seq:
+            logger.info("feeder: goes on at group %d, %d open, %d holes", self.next_seq, self.open_groups,
+                        len(self.holes))
+
+    def _recover_task(self, event: TaskDispatched | TaskSkipped, partition: int, seen: set[int]) -> None:
+        if isinstance(event, TaskDispatched) and event.attempt:
+            self._redispatched.update((event.group_id, event.attempt, index) for index in event.indices)
+            return
+        if event.seq not in seen and not self.ledger.is_closed(event.seq):
+            self._partition_of[event.seq] = partition
+            self._load[partition] += 1
+        seen.add(event.seq)
+
+    def _recover_groups(self, first_open: list[int | None]) -> None:
+        """Outcomes and requests that the collector wrote about groups that may still be open."""
+        topic = self.topics.name("groups")
+        for partition, offset in enumerate(first_open):
+            self._positions[partition] = self.log.end(topic, partition)
+            if offset is None:
+                continue
+            requests: list[MembersMissing] = []
+            for event in events_backwards(self.log, topic, partition):
+                progress = getattr(event, "progress", {}).get("tasks")
+                if progress is not None and progress.read_to <= offset:
+                    break
+                if isinstance(event, TERMINAL):
+                    self._finished(event.seq)
+                elif isinstance(event, MembersMissing):
+                    requests.append(event)
+            for request in reversed(requests):
+                self._redispatch(request, partition)
+
+    # -- metrics
+    def _report(self) -> None:
+        now = self.clock()
+        if now - self._reported < 1000:
+            return
+        self._reported = now
+        values = {
+            "open_groups": float(self.open_groups),
+            "capacity": float(self.capacity),
+            "dispatched_total": float(self.dispatched_total),
+            "redispatched_total": float(self.redispatched_total),
+            "unknown_types": float(self.reader.unknown_types),
+            "dead_letters": float(self.reader.dead_letters),
+        }
+        metrics = Metrics(source="feeder", values=values, at_ms=now)
+        self.log.submit(self.topics.name("metrics"), 0, [codec.encode(metrics, producer="feeder")])
+        self.log.commit_hint("feeder", self._watched())
+

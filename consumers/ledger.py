@@ -1,0 +1,183 @@
+"""The ledger folded into what stages need to know: who owns the run, what is closed, what is published.
+
+Rules of the fold (DESIGN §4.4): an epoch is named by the offset of its `EpochStarted`; once a newer one has begun,
+records of older epochs are void for every reader. Records of the command line and of the feeder carry no epoch and
+are never void. Every reader folds the same way, so all agree on every group's outcome.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from consumers.staleness import Lineage
+from streams import codec
+from streams.codec import Known
+from streams.errors import CodecError
+from streams.events import (
+    BatchCut,
+    CheckpointSaved,
+    Closing,
+    DataEnded,
+    EpochStarted,
+    Event,
+    GroupsDropped,
+    LimitChanged,
+    Paused,
+    Resumed,
+    RunEnding,
+    RunFinished,
+    RunStarted,
+    StepSkipped,
+    WeightsPublished,
+)
+from streams.log import EventLog, Record
+from streams.topics import Topics
+
+logger = logging.getLogger(__name__)
+
+
+class Ledger:
+    """Follows the ledger. Call `catch_up` often; the attributes then are the state at `position`.
+
+    >>> from streams.memory import MemoryLog
+    >>> log, topics = MemoryLog(), Topics("demo", 1)
+    >>> topics.create(log)
+    >>> ledger = Ledger(log, topics)
+    >>> ledger.catch_up(); ledger.epoch, ledger.position
+    (-1, 0)
+    """
+
+    def __init__(self, log: EventLog, topics: Topics, *, limit: int = 0) -> None:
+        self._log, self._topic = log, topics.name("ledger")
+        self.position = log.start(self._topic, 0)
+        self.run: RunStarted | None = None
+        self.epoch = -1
+        self.limit = limit  # in force now: the configured one until a LimitChanged
+        self.paused = False
+        self.frontier = 0  # every seq below it has its outcome
+        self.closed_above: set[int] = set()
+        self.last_cut: BatchCut | None = None
+        self.published: WeightsPublished | None = None  # the newest valid one
+        self.checkpoints: list[CheckpointSaved] = []
+        self.lineage = Lineage()
+        self.ending: RunEnding | None = None
+        self.data_ended: DataEnded | None = None
+        self.finished: RunFinished | None = None
+        self.void_records = 0
+        self.step = 0  # of the newest valid cut
+        self._untrained_cuts: list[tuple[int, int, int]] = []  # (step, version, groups) not yet published
+
+    def catch_up(self, until: int | None = None) -> list[tuple[Record, Event]]:
+        """Fold everything up to the end (or up to `until`) and return the valid records just read."""
+        fresh: list[tuple[Record, Event]] = []
+        end = self._log.end(self._topic, 0) if until is None else until
+        while self.position < end:
+            batch = self._log.read(self._topic, 0, self.position, max_records=min(500, end - self.position))
+            for record in batch.records:
+                event = self._decode(record)
+                if event is not None and self.apply(record.offset, event):
+                    fresh.append((record, event))
+            if batch.next_position <= self.position:
+                break
+            self.position = batch.next_position
+        return fresh
+
+    def _decode(self, record: Record) -> Event | None:
+        """Ledger records that cannot be read stop the reader: an unread outcome must never count as absent."""
+        decoded = codec.decode(record)
+        return decoded.event if isinstance(decoded, Known) else None
+
+    def apply(self, offset: int, event: Event) -> bool:
+        """Fold one record; False when it is void."""
+        if isinstance(event, EpochStarted):
+            if offset > self.epoch:
+                self.epoch = offset
+                self.lineage.started(offset)
+            return True
+        epoch = getattr(event, "epoch", None)
+        if epoch is not None and epoch != self.epoch:
+            self.void_records += 1
+            return False
+        if isinstance(event, Closing):
+            self._close(event)
+        elif isinstance(event, WeightsPublished):
+            self.lineage.published(event.epoch, event.version, event.forked_at)
+            self.published = event
+            self._untrained_cuts = [cut for cut in self._untrained_cuts if cut[1] >= event.version]
+        elif isinstance(event, StepSkipped):
+            self._untrained_cuts = [cut for cut in self._untrained_cuts if cut[0] != event.step]
+        elif isinstance(event, CheckpointSaved):
+            self.checkpoints.append(event)
+        elif isinstance(event, LimitChanged):
+            self.limit = event.limit
+        elif isinstance(event, (Paused, Resumed)):
+            self.paused = isinstance(event, Paused)
+        elif isinstance(event, RunStarted):
+            self.run = self.run or event
+        elif isinstance(event, RunEnding):
+            self.ending = event
+        elif isinstance(event, DataEnded):
+            self.data_ended = self.data_ended or event
+        elif isinstance(event, RunFinished):
+            self.finished = event
+        return True
+
+    def _close(self, event: BatchCut | GroupsDropped | Closing) -> None:
+        self.frontier, self.closed_above = event.frontier, set(event.closed_above)
+        if isinstance(event, BatchCut):
+            self.last_cut, self.step = event, event.step
+            self._untrained_cuts.append((event.step, event.version, len(event.groups)))
+
+    def is_closed(self, seq: int) -> bool:
+        return seq < self.frontier or seq in self.closed_above
+
+    @property
+    def closed_count(self) -> int:
+        return self.frontier + len(self.closed_above)
+
+    @property
+    def untrained_groups(self) -> int:
+        """Groups that a cut has closed but whose step has neither published a version nor been skipped.
+
+        Admission counts them as open: a task dispatched for the next version before that version is published
+        would be generated by weights that are one version too old (at limit 0 every one of them would be stale).
+        """
+        return sum(groups for _, _, groups in self._untrained_cuts)
+
+
+def newest_weights(log: EventLog, topics: Topics) -> WeightsPublished | None:
+    """The newest valid published version, read once from the whole ledger."""
+    ledger = Ledger(log, topics)
+    try:
+        ledger.catch_up()
+    except CodecError as error:
+        logger.warning("ledger: %s", error)
+    return ledger.published
+
+
+class Frontier:
+    """Closed seqs: all below `low`, and a set above it.
+
+    >>> frontier = Frontier()
+    >>> frontier.close(1); frontier.low, sorted(frontier.above)
+    (0, [1])
+    >>> frontier.close(0); frontier.low, sorted(frontier.above)
+    (2, [])
+    """
+
+    def __init__(self, low: int = 0, above: set[int] | None = None) -> None:
+        self.low, self.above = low, set(above or ())
+
+    def __contains__(self, seq: int) -> bool:
+        return seq < self.low or seq in self.above
+
+    def close(self, seq: int) -> None:
+        if seq < self.low:
+            return
+        self.above.add(seq)
+        while self.low in self.above:
+            self.above.remove(self.low)
+            self.low += 1
+
+    def __len__(self) -> int:
+        return self.low + len(self.above)

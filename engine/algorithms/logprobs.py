@@ -1,0 +1,120 @@
+"""Log-probs of trained tokens, for little memory: short forwards, and logits only where a token is trained.
+
+    samples ──► FlatBatch ──► rows sorted by length ──► MicroBatch [B, T] ──► hidden [B, T, H]
+                                                                                   │ only the n trained positions
+                                                                                   ▼
+                                                             log-probs [n] ◄── logits [n, V] in float32
+
+Rows are padded on the right. The models are causal, so no token sees the padding and no attention mask is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from engine.interfaces import TrainSample
+
+# Padding to a common length is taken for cheaper than one more forward up to this many padded tokens.
+FORWARD_OVERHEAD_TOKENS = 256
+
+
+class FlatBatch(NamedTuple):
+    """S samples side by side, N trained tokens in all.
+
+    Position c of a row predicts the token at c + 1, so a row is fed only up to its last trained token.
+    """
+
+    ids: NDArray[np.int64]  # prompt and response of each sample, one after the other
+    row_starts: NDArray[np.int64]  # [S+1] into ids
+    fed: NDArray[np.int64]  # [S] tokens of each row to feed; 0: nothing to train
+    token_starts: NDArray[np.int64]  # [S+1] into the arrays below
+    sample: NDArray[np.int64]  # [N] which sample
+    column: NDArray[np.int64]  # [N] position whose logits predict the token
+    targets: NDArray[np.int64]  # [N]
+    behaviour: NDArray[np.float32]  # [N]
+    advantages: NDArray[np.float32]  # [N]
+
+
+class MicroBatch(NamedTuple):
+    """One forward: B rows of T tokens, n of them trained."""
+
+    ids: Tensor  # int64 [B, T], right-padded with 0
+    positions: Tensor  # int64 [n] into B·T
+    targets: Tensor  # int64 [n]
+    tokens: NDArray[np.int64]  # [n] places in the FlatBatch
+
+
+class TokenLogprobs(NamedTuple):
+    logprobs: Tensor  # float32 [n]
+    entropy: Tensor  # float32 [n], of the whole distribution at each position
+
+
+def flatten(samples: Sequence[TrainSample]) -> FlatBatch:
+    """Lay samples side by side. A token is trained where `loss_mask` says so."""
+    payloads = [sample.payload for sample in samples]
+    n_prompt = np.array([len(payload.prompt_ids) for payload in payloads], np.int64)
+    n_response = np.array([len(payload.response_ids) for payload in payloads], np.int64)
+    row_starts = _starts(n_prompt + n_response)
+    ids = _concatenate([part for payload in payloads for part in payload[:2]], np.int64)
+    mask = _concatenate([sample.loss_mask for sample in samples], np.bool_)
+    of_response = np.repeat(np.arange(len(samples)), n_response)
+    sample = of_response[mask]
+    place = (np.arange(len(mask)) - np.repeat(_starts(n_response)[:-1], n_response))[mask]
+    column = n_prompt[sample] + place - 1
+    fed = np.zeros(len(samples), np.int64)
+    np.maximum.at(fed, sample, column + 1)
+    return FlatBatch(
+        ids=ids,
+        row_starts=row_starts,
+        fed=fed,
+        token_starts=_starts(np.bincount(sample, minlength=len(samples))),
+        sample=sample,
+        column=column,
+        targets=ids[row_starts[sample] + column + 1],
+        behaviour=_concatenate([payload.logprobs for payload in payloads], np.float32)[mask],
+        advantages=np.array([each.advantage for each in samples], np.float32)[sample],
+    )
+
+
+def micro_batches(
+    flat: FlatBatch, chosen: NDArray[np.int64], max_tokens: int, device: torch.device
+) -> Iterator[MicroBatch]:
+    """The chosen samples in forwards of at most `max_tokens` padded tokens; a longer row goes alone.
+
+    Rows of like length go together. Samples without a trained token are left out.
+    """
+    rows = chosen[flat.fed[chosen] > 0]
+    rows = rows[np.argsort(flat.fed[rows], kind="stable")]
+    begin = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or _ends_before(flat.fed[rows[begin]], flat.fed[rows[end - 1 : end + 1]], end - begin, max_tokens):
+            yield _micro_batch(flat, rows[begin:end], device)
+            begin = end
+
+
+def token_logprobs(
+    model: Any, batch: MicroBatch, *, temperature: float = 1.0, with_entropy_gradient: bool = False
+) -> TokenLogprobs:
+    """Log-probs of the trained tokens under the tempered policy softmax(logits / temperature).
+
+    Logits are widened to float32 first, whatever the model computes in. Memory grows with n · V, not with B · T · V:
+    the model's output layer is given the trained positions only.
+    """
+    logits = _logits_at(model, batch)
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    if temperature != 1.0:
+        logits = logits / temperature
+    logp = functional.log_softmax(logits, dim=-1)
+    logprobs = -functional.nll_loss(logp, batch.targets, reduction="none")
+    with torch.set_grad_enabled(with_entropy_gradient and torch.is_grad_enabled()):
+        # −Σ p log p; a forbidden token has log p = −inf, and 0 · −inf would be NaN
+        entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)
+    return TokenLogprobs(logprobs, entropy)

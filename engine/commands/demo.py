@@ -1,0 +1,113 @@
+"""`millstream demo`: learn a small task end to end on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.commands import common
+from streams.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.settings import Config
+
+NAME = "demo"
+HELP = "learn a small task end to end on this machine"
+DESCRIPTION = """Train a tiny model with reinforcement learning through the whole loop: feeder, rollout, reward,
+collector and trainer as processes of this machine, on an embedded log, asynchronously. Takes a few
+minutes on two cores. Writes everything into a run directory, which every other command takes.
+
+tasks:
+  guess    find a number from 16 in at most 5 turns, from "too high" and "too low" (default)
+  reverse  reverse a string of 3 to 6 digits"""
+EXAMPLE = """  millstream demo
+  millstream demo --task reverse --seed 1 --plain
+  millstream demo --slow-tools 0.9 --max-weight-staleness 3 --dir runs/slow"""
+
+logger = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--task", choices=("guess", "reverse"), default="guess", help="default: guess")
+    parser.add_argument("--plain", action="store_true", help="log lines instead of the live view")
+    parser.add_argument("--max-steps", metavar="N", type=_positive, help="stop after N training steps")
+    parser.add_argument("--seed", metavar="S", type=_natural, default=0, help="default: 0")
+    parser.add_argument("--dir", metavar="DIR", type=Path, help="run directory (default runs/demo-TASK-TIME)")
+    parser.add_argument(
+        "--max-weight-staleness",
+        metavar="K",
+        type=_natural,
+        default=2,
+        help="oldest version trained on; 0: synchronous (default 2)",
+    )
+    parser.add_argument(
+        "--slow-tools",
+        metavar="SIGMA",
+        type=float,
+        default=0.0,
+        help="guess: tools answer after a lognormal time of this sigma, as in 0.9",
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override a setting of the run, as in --set trainer.lr=1e-3; may be repeated",
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def execute(args: argparse.Namespace) -> int:
+    from engine.commands import rundir
+    from engine.demo import default_dir, demo_config, prepare
+    from engine.tasks import get_task
+
+    if args.slow_tools < 0 or (args.slow_tools and args.task != "guess"):
+        raise ConfigError(f"--slow-tools {args.slow_tools}: a sigma above 0, and only --task guess uses tools")
+    task = get_task(args.task)
+    config = demo_config(
+        task,
+        args.dir or default_dir(args.task),
+        seed=args.seed,
+        max_steps=args.max_steps,
+        max_weight_staleness=args.max_weight_staleness,
+        slow_tools=args.slow_tools,
+        overrides=args.overrides,
+    )
+    common.setup_logging(config.run.log_level)
+    rundir.refuse_other_run(config)
+    prepare(config, task)
+    rundir.adopt(config)
+    return run_and_report(config, plain=args.plain, title=f"millstream demo · {args.task}")
+
+
+def run_and_report(config: Config, *, plain: bool, title: str, threads: int = 1) -> int:
+    """Run all daemons with a view, then write and show what came of it, also after an interruption."""
+    from engine.launch.local import LocalLauncher, daemons_of
+    from engine.report import write_report
+    from engine.view import watch
+
+    stop = common.StopFlag().install()
+    launcher = LocalLauncher(config, daemons_of(config), threads=threads)
+    outcome = watch(launcher, config, stop.is_set, plain=plain, title=title)
+    if outcome.code == 130:
+        logger.warning("interrupted; all daemons have ended. To go on: millstream run %s", config.run.dir)
+    elif outcome.code:
+        logger.error("the run failed: %s", outcome.cause)
+    sys.stdout.write(write_report(config, title))
+    return outcome.code

@@ -1,0 +1,81 @@
+"""A run directory belongs to one run: it is adopted by its own configuration and refused to any other.
+
+The guarantee "no daemon ever writes into another run's log, weights or checkpoints" lives here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from engine.commands import common
+from engine.config import CONFIG_FILE, Config, dump_toml, fingerprint, load_config, run_data
+from streams.errors import ConfigError, UnknownTopic
+from streams.events import RunStarted
+
+
+def adopt(config: Config, *, rewrite: bool = True) -> Path:
+    """Make the run directory, or check that it is this configuration's; leave the effective configuration in it.
+
+    A single daemon does not `rewrite`: what it was told by --set is its own business. Raises ConfigError with what
+    differs.
+    """
+    common.require_shared_log(config)
+    run_dir = Path(config.run.dir)
+    refuse_other_run(config)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if (run_dir / CONFIG_FILE).exists() and not rewrite:
+        return run_dir
+    draft = run_dir / f".{CONFIG_FILE}.{os.getpid()}"
+    draft.write_text(dump_toml(config), encoding="utf-8")
+    draft.replace(run_dir / CONFIG_FILE)
+    return run_dir
+
+
+def refuse_other_run(config: Config) -> None:
+    """Raise ConfigError if the directory or its ledger was begun with other run data than `config` asks for."""
+    run_dir, ours = Path(config.run.dir), fingerprint(config)
+    recorded = load_config(run_dir, environ={}) if (run_dir / CONFIG_FILE).is_file() else None
+    if recorded is not None and fingerprint(recorded) != ours:
+        changes = "\n  ".join(differences(recorded, config))
+        raise ConfigError(
+            f"{run_dir} is a run of another configuration:\n  {changes}\n"
+            "set these back, or give this run a directory of its own (run.dir)"
+        )
+    started = run_started(config)
+    if started is not None and started.config_fingerprint != ours:
+        raise ConfigError(
+            f"{run_dir}: its ledger was begun by run {started.run!r} with the fingerprint "
+            f"{started.config_fingerprint[:12]}, this configuration has {ours[:12]}: a setting of the run's data "
+            f"(prompts, policy, sampling, scoring, batches, optimizer) was changed in {CONFIG_FILE}; "
+            "set it back, or give this run a directory of its own (run.dir)"
+        )
+
+
+def run_started(config: Config) -> RunStarted | None:
+    """The manifest in the ledger; None while the run has not begun."""
+    from streams.codec import Known, decode
+
+    folder = common.log_folder(config)
+    if folder is not None and not folder.is_dir():
+        return None
+    topic = common.topics_of(config).name("ledger")
+    with common.open_for_reading(config) as log:
+        try:
+            batch = log.read(topic, 0, log.start(topic, 0))
+        except UnknownTopic:
+            return None
+    for record in batch.records:
+        if record.header("type") in (b"run_started", None):
+            decoded = decode(record)
+            if isinstance(decoded, Known) and isinstance(decoded.event, RunStarted):
+                return decoded.event
+    return None
+
+
+def differences(recorded: Config, asked: Config) -> list[str]:
+    """One line for each setting of the run's data that is not the same."""
+    ours, theirs = run_data(asked), run_data(recorded)
+    return [
+        f"{key}: the run has {theirs[key]!r}, asked for {ours[key]!r}" for key in ours if ours[key] != theirs[key]
+    ]

@@ -1,0 +1,61 @@
+"""`millstream serve`: one daemon in this process."""
+
+from __future__ import annotations
+
+import argparse
+
+from engine.commands import common
+
+NAME = "serve"
+HELP = "run one daemon in this process"
+DESCRIPTION = """Run one daemon until the run has finished, or until SIGTERM or SIGINT, which ends it cleanly after
+the current unit of work. All state is rebuilt from the log and the checkpoints, so a daemon may be
+killed and started again at any time. Replicas of a role share its partitions by index; a second
+holder of one share is refused. Exits with 1 when a newer trainer has taken over the run."""
+EXAMPLE = """  millstream serve trainer my.toml
+  millstream serve rollout my.toml --replica 0/2"""
+
+ROLES = ("feeder", "rollout", "reward", "collector", "trainer", "evaluator")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("role", metavar="ROLE", choices=ROLES, help=", ".join(ROLES))
+    common.add_config(parser)
+    parser.add_argument(
+        "--replica",
+        metavar="I/N",
+        type=parse_replica,
+        default=(0, 1),
+        help="take share I of N of the partitions (default 0/1)",
+    )
+    parser.add_argument("--with-parent", type=int, default=0, help=argparse.SUPPRESS)
+
+
+def parse_replica(text: str) -> tuple[int, int]:
+    """`1/3` → (1, 3): share 1 of the shares 0, 1, 2."""
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, as in 0/2")
+    if int(index) >= int(count):
+        raise argparse.ArgumentTypeError(f"{text!r}: of {count} replicas the last is {int(count) - 1}/{count}")
+    return int(index), int(count)
+
+
+def execute(args: argparse.Namespace) -> int:
+    stop = common.StopFlag().install()  # before anything slow: a stop during start-up must count too
+    if args.with_parent:
+        from engine.launch.child import die_with_parent
+
+        die_with_parent(args.with_parent)
+    config = common.load(args)
+    common.setup_logging(config.run.log_level)
+
+    from engine.commands import rundir
+
+    rundir.adopt(config, rewrite=False)
+
+    from engine.roles import serve
+
+    replica, replicas = args.replica
+    code = serve(args.role, config, replica=replica, replicas=replicas, stop=stop.is_set)
+    return 130 if code == 0 and stop.interrupted else code

@@ -1,0 +1,111 @@
+"""The demo: a run directory with a small task, a tiny model and a configuration that is known to learn.
+
+    prepare ─► prompts.jsonl, held_out.jsonl, model/ (warm-started), config.toml ─► an ordinary run
+
+After that nothing knows that it is a demo: the launcher, the daemons and every command take the run directory as
+they take any other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from consumers.rewards.types import RewardInput
+from engine.config import CONFIG_FILE, build_config
+from engine.settings import Config
+from engine.tasks import Row, Task, get_task
+from streams.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT_ROWS = 256  # a multiple of 16: every secret of `guess` equally often
+GENERATE = {"guess": "guess", "reverse": "single_turn"}
+
+
+def reward(sample: RewardInput) -> float:
+    """The reward function of every demo task (`reward.function = "engine.demo:reward"`)."""
+    return get_task(str(sample.metadata["task"])).score(str(sample.label), sample.response)
+
+
+def default_dir(task: str) -> Path:
+    return Path("runs") / f"demo-{task}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def demo_config(
+    task: Task,
+    run_dir: Path,
+    *,
+    seed: int = 0,
+    max_steps: int | None = None,
+    max_weight_staleness: int = 2,
+    slow_tools: float = 0.0,
+    overrides: Sequence[str] = (),
+) -> Config:
+    """The configuration of a demo run. `slow_tools` is the σ of the tools' lognormal latency; 0: no latency."""
+    use = task.recommended
+    options: dict[str, Any] = {"slow_tools_sigma": slow_tools} if slow_tools else {}
+    table: dict[str, Any] = {
+        "run": {
+            "name": f"demo-{task.name}",
+            "dir": str(run_dir),
+            "seed": seed,
+            "steps": use.num_steps if max_steps is None else max_steps,
+        },
+        "log": {"partitions": 2},
+        "data": {"path": str(run_dir / "prompts.jsonl")},
+        "model": {"path": str(run_dir / "model")},
+        "rollout": {
+            "generate": GENERATE[task.name],
+            "n_samples_per_prompt": use.n_samples_per_prompt,
+            "rollout_max_response_len": use.rollout_max_response_len,
+            "rollout_temperature": use.rollout_temperature,
+            "max_concurrency": use.rollout_batch_size * use.n_samples_per_prompt,
+            "options": options,
+        },
+        "reward": {"function": "engine.demo:reward", "timeout_s": 10.0},
+        "trainer": {
+            "rollout_batch_size": use.rollout_batch_size,
+            "lr": use.lr,
+            "lr_schedule": "constant" if use.lr_end == use.lr else "linear",
+            "adam_beta1": use.adam_beta1,
+            "adam_beta2": use.adam_beta2,
+            "weight_decay": use.weight_decay,
+            "eps_clip": use.eps_clip,
+            "clip_grad": use.clip_grad,
+        },
+        "staleness": {"max_weight_staleness": max_weight_staleness},
+        "checkpoint": {"every": 50},
+    }
+    return build_config(table, overrides)
+
+
+def prepare(config: Config, task: Task) -> None:
+    """Make what the configuration refers to: prompts, held-out prompts and the warm-started model.
+
+    A run directory that is complete already is left as it is, so that an interrupted demo can go on.
+    """
+    run_dir, seed = Path(config.run.dir), config.run.seed
+    if (run_dir / CONFIG_FILE).is_file():
+        logger.info("going on with the run in %s", run_dir)
+        return
+    if run_dir.is_dir() and any(run_dir.iterdir()) and not (run_dir / "prompts.jsonl").is_file():
+        raise ConfigError(f"--dir {run_dir}: holds other files and is no run directory; name another one")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_rows(run_dir / "prompts.jsonl", task.rows(seed=seed))
+    write_rows(run_dir / "held_out.jsonl", task.held_out(HELD_OUT_ROWS, seed))
+    logger.info("making the model: a few seconds of supervised training on an imperfect player")
+    began = time.monotonic()
+
+    from engine.tasks.warmstart import make_demo_model
+
+    make_demo_model(task, Path(config.model.path), seed)
+    logger.info("the model is ready after %.1f s", time.monotonic() - began)
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

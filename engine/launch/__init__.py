@@ -1,0 +1,1 @@
+"""Starting and supervising the daemons of a run. No torch here: the daemons load what they need."""

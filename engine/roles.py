@@ -1,0 +1,148 @@
+"""From a configuration to a running daemon: the only place that wires roles to their parts.
+
+Imports are inside the functions, so that a feeder or a collector never loads torch.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+from engine.config import fingerprint
+from engine.settings import Config
+from consumers.runner import Stop
+from streams.errors import ConfigError
+from streams.log import EventLog
+from streams.open import open_log
+from streams.topics import Topics
+
+ROLES = ("feeder", "rollout", "reward", "collector", "trainer", "evaluator")
+
+
+def serve(role: str, config: Config, *, replica: int, replicas: int, stop: Stop) -> int:
+    """Run one daemon until the run is finished or `stop()` is true; returns its exit code."""
+    if role not in ROLES:
+        raise ConfigError(f"no role {role!r}; known: {', '.join(ROLES)}")
+    topics = topics_of(config)
+    with open_run_log(config) as log:
+        topics.create(log)
+        if role == "feeder":
+            return _feeder(config, log, topics, stop)
+        if role == "reward":
+            return _reward(config, log, topics, replica, replicas, stop)
+        if role == "collector":
+            return _collector(config, log, topics, replica, replicas, stop)
+        if role == "trainer":
+            return _trainer(config, log, topics, stop)
+        if role == "rollout":
+            return _rollout(config, log, topics, replica, replicas, stop)
+        return _evaluator(config, log, topics, stop)
+
+
+def topics_of(config: Config) -> Topics:
+    return Topics(config.run.name, config.log.partitions)
+
+
+def open_run_log(config: Config, *, readonly: bool = False) -> EventLog:
+    """The run's log. `readonly` promises that looking changes nothing."""
+    if not config.log.url.startswith("file:"):
+        return open_log(config.log.url)
+    if readonly:
+        return open_log(config.log.url, readonly=True)
+    return open_log(
+        config.log.url,
+        fsync=config.log.fsync,
+        segment_bytes=config.log.segment_bytes,
+        max_record_bytes=config.log.max_record_bytes,
+    )
+
+
+def _feeder(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
+    from consumers.dataset import JsonLines
+    from consumers.feeder import Feeder
+
+    data = config.data
+    dataset = JsonLines(
+        Path(data.path), prompt_key=data.prompt_key, label_key=data.label_key, metadata_key=data.metadata_key
+    )
+    feeder = Feeder(
+        log,
+        topics,
+        dataset,
+        rollout_batch_size=config.trainer.rollout_batch_size,
+        n_samples=config.rollout.n_samples_per_prompt,
+        limit=config.staleness.max_weight_staleness,
+        max_open_groups=config.rollout.max_open_groups,
+        seed=config.run.seed,
+        shuffle=data.shuffle,
+        data_epochs=data.epochs,
+    )
+    try:
+        return feeder.run(stop)
+    finally:
+        dataset.close()
+
+
+def _reward(config: Config, log: EventLog, topics: Topics, replica: int, replicas: int, stop: Stop) -> int:
+    from consumers.reward import RewardStage
+    from consumers.rewards.pool import ScoringPool
+
+    reward = config.reward
+    pool = ScoringPool(
+        reward.function,
+        reward.options,
+        workers=reward.workers,
+        timeout=timedelta(seconds=reward.timeout_s),
+        group=reward.group,
+    )
+    try:
+        stage = RewardStage(log, topics, pool, group=reward.group, replica=replica, replicas=replicas)
+        return stage.run(stop)
+    finally:
+        pool.close()
+
+
+def _collector(config: Config, log: EventLog, topics: Topics, replica: int, replicas: int, stop: Stop) -> int:
+    from consumers.collector import Collector, Heartbeats
+    from consumers.filters import load_filter
+
+    settings = config.collector
+    collector = Collector(
+        log,
+        topics,
+        filters=[load_filter(name) for name in settings.filters],
+        member_deadline=timedelta(seconds=settings.member_deadline_s),
+        max_redispatch=settings.max_redispatch,
+        min_group_size=settings.min_group_size,
+        owner_alive=Heartbeats(log, topics, {"rollout": config.rollout.replicas, "reward": 1}),
+        replica=replica,
+        replicas=replicas,
+    )
+    return collector.run(stop)
+
+
+def _trainer(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
+    from engine.trainer.loop import Trainer
+    from engine.trainer.settings import LoopSettings
+    from engine.weights.store import WeightStore
+
+    run_dir = Path(config.run.dir)
+    settings = LoopSettings(
+        run=config.run.name,
+        config_fingerprint=fingerprint(config),
+        seed=config.run.seed,
+        rollout_batch_size=config.trainer.rollout_batch_size,
+        n_samples_per_prompt=config.rollout.n_samples_per_prompt,
+        max_weight_staleness=config.staleness.max_weight_staleness,
+        on_stale=config.staleness.on_stale,
+        steps=config.run.steps,
+        last_batch=config.trainer.last_batch,
+        update_weights_interval=config.weights.update_weights_interval,
+        checkpoint_every=config.checkpoint.every,
+        checkpoint_keep_last=config.checkpoint.keep_last,
+        checkpoint_keep_every=config.checkpoint.keep_every,
+        max_bad_steps=config.trainer.max_bad_steps,
+    )
+    store = WeightStore(run_dir / "weights", keep=config.weights.keep)
+    trainer = Trainer(log, topics, _trainer_backend(config), store, settings, run_dir / "checkpoints")
+    return trainer.run(stop)

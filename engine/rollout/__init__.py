@@ -1,0 +1,14 @@
+"""Generation: tasks in, trajectories out.
+
+    worker.py      the rollout daemon: reads tasks, keeps samples in flight, follows the weights
+    intake.py      its reading thread: ledger, tasks, recovery
+    publisher.py   its writing thread: trajectories, failures, dead letters, fleet
+    episode.py     the tokens of one sample, with their log-probs, mask and versions
+    generate.py    generate functions: single_turn, multi_turn, guess
+    foreign.py     generate functions written for Miles or Slime
+    scripted.py    engine with fixed answers (no torch)
+    batched.py     engine: plain batches on torch, for small models
+    continuous.py  engine: transformers' continuous batching
+
+Only batched.py and continuous.py (with the torch_*.py files that they share) import torch.
+"""

@@ -1,0 +1,215 @@
+"""The rollout daemon's reading side: one thread that follows tasks and ledger and hands news to the event loop.
+
+    membership ─► lanes (recovered from the worker's own output) ─► tasks: which members are not done yet ─► deliver
+    ledger     ─► newest weights, pause, end, closed groups ─► deliver
+    waits for: a task (while there is room), a ledger record.
+
+The guarantee "a member is generated once over crashes" lives here, in `_members`: its uid is neither among the
+outputs that recovery found nor among those taken since. Groups that the ledger has closed need no samples.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+from consumers.ledger import Ledger
+from consumers.runner import Clock, Reader, now_ms, recover
+from engine.rollout.publisher import Lane
+from streams.errors import LogFull, LogUnavailable
+from streams.events import RolloutFailed, TaskDispatched, TrajectoryFinished
+from streams.log import EventLog, Membership, TopicPartition
+from streams.topics import Topics
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_UIDS = 100_000  # a second dispatch of a member is recognised among this many of a partition
+_OUTAGE_PAUSE_S = 1.0
+
+
+class Member(NamedTuple):
+    """One sample to generate. Ordered by age of its group."""
+
+    seq: int
+    index: int
+    order: int  # of arrival, so that no two are equal
+    task: TaskDispatched
+    offset: int  # of the record that asks for it
+    task_offset: int  # of the group's first dispatch
+    lane: Lane
+
+    @property
+    def uid(self) -> str:
+        return f"{self.task.group_id}/{self.index}/{self.task.attempt}"
+
+
+class _Place:
+    """Reading state of one partition."""
+
+    def __init__(self, log: EventLog, topics: Topics, partition: int) -> None:
+        place = recover(log, topics, "trajectories", partition, ["tasks"])
+        self.position = place.positions["tasks"]
+        self.lane = Lane(partition, self.position)
+        self.finished = place.finished["tasks"]
+        self.known: OrderedDict[str, None] = OrderedDict(
+            (event.uid, None) for event in place.done if isinstance(event, (TrajectoryFinished, RolloutFailed))
+        )
+
+
+Deliver = Callable[["list[Member]"], None]
+
+
+class Intake:
+    """Lifecycle: construct, `start`, `close`. `deliver` is called on this thread whenever there is news.
+
+    `ledger` is read by the worker too (attributes only); `room` says how many more samples it wants waiting.
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        topics: Topics,
+        *,
+        name: str,
+        replica: int,
+        replicas: int,
+        deliver: Deliver,
+        room: Callable[[], int],
+        clock: Clock = now_ms,
+        poll: timedelta = timedelta(milliseconds=100),
+    ) -> None:
+        self.log, self.topics, self.poll = log, topics, poll
+        self.ledger = Ledger(log, topics)
+        self.reader = Reader(log, topics, name, clock)
+        self.error: BaseException | None = None
+        self.duplicates = 0  # members dispatched twice
+        self.already_closed = 0  # tasks of groups that had their outcome
+        self._name, self._replica, self._replicas = name, replica, replicas
+        self._deliver, self._room = deliver, room
+        self._places: dict[int, _Place] = {}
+        self._membership: Membership | None = None
+        self._generation: int | None = None
+        self._order = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{name} intake", daemon=True)
+
+    def start(self) -> None:
+        """Join the group and start reading. Raises ShareHeld while another live process has this share."""
+        self._membership = self.log.join(
+            "rollout", self.topics.name("tasks"), replica=self._replica, replicas=self._replicas, member=self._name
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(1)
+        if self._membership is not None:
+            self._membership.close()
+
+    def positions(self) -> dict[TopicPartition, int]:
+        """How far tasks are finished, per partition: for lag display."""
+        tasks = self.topics.name("tasks")
+        return {
+            TopicPartition(tasks, partition): place.lane.progress()["tasks"].low_water
+            for partition, place in list(self._places.items())
+        }
+
+    # -- the thread
+    def _run(self) -> None:
+        said = False
+        while not self._stop.is_set():
+            try:
+                if not self._round():
+                    self.log.wait(self._watched(), self.poll)
+                said = False
+            except (LogUnavailable, LogFull) as error:  # full: a dead letter could not be written
+                if not said:
+                    logger.warning("%s: the log does not serve (%s); reading goes on when it does", self._name, error)
+                said = True
+                self._stop.wait(_OUTAGE_PAUSE_S)
+            except BaseException as error:  # handed to the worker, which ends with it
+                if not self._stop.is_set():
+                    self.error = error
+                    self._deliver([])
+                return
+
+    def _round(self) -> bool:
+        """One look at everything; True if there was news."""
+        news = self._rebalance()
+        news = bool(self.ledger.catch_up()) or news
+        if news:
+            self._deliver([])
+        room = self._room()
+        for place in self._places.values():
+            if room <= 0:
+                break
+            members = self._read(place, room)
+            room -= len(members)
+            if members:
+                self._deliver(members)
+                news = True
+        return news
+
+    def _rebalance(self) -> bool:
+        assert self._membership is not None
+        partitions = self._membership.partitions()
+        if self._membership.generation == self._generation:
+            return False
+        self._generation = self._membership.generation
+        for partition in set(self._places) - partitions:
+            self._places.pop(partition).lane.is_lost = True
+            logger.info("%s: partition %d has another owner now", self._name, partition)
+        for partition in sorted(partitions - set(self._places)):
+            began = time.monotonic()
+            self._places[partition] = place = _Place(self.log, self.topics, partition)
+            logger.info("%s: owns partition %d, goes on at task %d with %d samples done (%.2f s)", self._name,
+                        partition, place.position, len(place.known), time.monotonic() - began)
+        return True
+
+    def _watched(self) -> dict[TopicPartition, int]:
+        watched = {TopicPartition(self.topics.name("ledger"), 0): self.ledger.position}
+        if self._room() > 0:
+            for partition, place in self._places.items():
+                watched[TopicPartition(self.topics.name("tasks"), partition)] = place.position
+        return watched
+
+    def _read(self, place: _Place, room: int) -> list[Member]:
+        batch = self.log.read(
+            self.topics.name("tasks"), place.lane.partition, place.position, max_records=min(room, 64)
+        )
+        decoded = [(record.offset, self.reader.decode(record)) for record in batch.records]
+        members: list[Member] = []  # nothing may fail from here on: a uid counts as taken once it is remembered
+        for offset, event in decoded:
+            if isinstance(event, TaskDispatched):
+                found = [] if offset in place.finished else self._members(place, offset, event)
+                place.lane.started(offset, len(found))
+                members += found
+            place.finished.discard(offset)
+        place.position = batch.next_position
+        place.lane.advance(batch.next_position)
+        return members
+
+    def _members(self, place: _Place, offset: int, task: TaskDispatched) -> list[Member]:
+        """The members of this task that are still to be generated."""
+        if self.ledger.is_closed(task.seq):
+            self.already_closed += 1
+            return []
+        found: list[Member] = []
+        for index in task.indices or range(task.n_samples):
+            self._order += 1
+            first = task.first_offset if task.first_offset >= 0 else offset
+            member = Member(task.seq, index, self._order, task, offset, first, place.lane)
+            if member.uid in place.known:
+                self.duplicates += 1
+                continue
+            place.known[member.uid] = None
+            found.append(member)
+        while len(place.known) > REMEMBERED_UIDS:
+            place.known.popitem(last=False)
+        return found

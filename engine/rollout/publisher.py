@@ -1,0 +1,280 @@
+"""The rollout daemon's writing side: one thread between the event loop and the log.
+
+    loop: put(lane, offset, event) ─► queue ─► thread: progress, encode, submit ─► acknowledged ─► input finished
+                                                 ▲                                     │
+                                                 └── LogFull, LogUnavailable: again ◄──┘
+
+Appends are pipelined; an input is finished only when every output of it is acknowledged (DESIGN §4.1), and progress
+is computed when an event is encoded, also the second time. A full log is no failure of a sample: nothing is dropped,
+the worker starts nothing new while `stuck`, and the log line says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+from consumers.runner import Inputs, with_progress
+from streams import codec
+from streams.errors import LogFull, LogUnavailable, RecordTooLarge
+from streams.events import DeadLetter, Event, InputProgress, Metrics, RolloutFailed, TrajectoryFinished
+from streams.log import EventLog, NewRecord, TopicPartition
+from streams.topics import Topics
+
+logger = logging.getLogger(__name__)
+
+_MOST_PER_APPEND = 256
+_SAY_AGAIN_S = 10.0
+
+
+class Lane:
+    """One partition of tasks: which inputs are started, which are finished. Safe from several threads."""
+
+    def __init__(self, partition: int, position: int) -> None:
+        self.partition = partition
+        self.is_lost = False  # another member has this partition now
+        self._inputs = Inputs(position)
+        self._left: dict[int, int] = {}  # task offset → samples without an acknowledged output
+        self._lock = threading.Lock()
+
+    def started(self, offset: int, n_samples: int) -> None:
+        with self._lock:
+            self._inputs.started(offset)
+            if n_samples:
+                self._left[offset] = n_samples
+            else:
+                self._inputs.finished(offset)
+
+    def advance(self, position: int) -> None:
+        with self._lock:
+            self._inputs.advance(position)
+
+    def sample_done(self, offset: int) -> None:
+        with self._lock:
+            self._left[offset] -= 1
+            if not self._left[offset]:
+                del self._left[offset]
+                self._inputs.finished(offset)
+
+    def progress(self) -> dict[str, InputProgress]:
+        with self._lock:
+            return {"tasks": self._inputs.progress()}
+
+
+class _Append:
+    """One event on its way. With a lane it is the output of the task at `offset`."""
+
+    __slots__ = ("after", "event", "lane", "offset", "partition", "topic")
+
+    def __init__(
+        self, topic: str, partition: int, event: Event, lane: Lane | None, offset: int, after: _Append | None
+    ) -> None:
+        self.topic, self.partition, self.event = topic, partition, event
+        self.lane, self.offset, self.after = lane, offset, after
+
+
+_Sent = tuple[Future[int], list[_Append]]
+
+
+class Publisher:
+    """Lifecycle: construct, `start`, `put` and `tell`, `flush`, `close`."""
+
+    def __init__(
+        self, log: EventLog, topics: Topics, producer: str, *, retry: timedelta = timedelta(seconds=0.5)
+    ) -> None:
+        self.log, self.topics, self.producer = log, topics, producer
+        self.error: BaseException | None = None  # nothing can be published any more
+        self.published = 0  # events acknowledged
+        self._retry_s = retry.total_seconds()
+        self._queue: queue.SimpleQueue[_Append | _Sent | Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: list[_Append] = []  # refused for now
+        self._again_at = 0.0
+        self._stuck_since: float | None = None
+        self._said_at = 0.0
+        self._open = 0  # put and not acknowledged
+        self._idle = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"{producer} publisher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # -- from the event loop
+    @property
+    def backlog(self) -> int:
+        """Events that were put and are not acknowledged."""
+        return self._open
+
+    @property
+    def stuck(self) -> bool:
+        """The log refuses for now."""
+        return self._stuck_since is not None
+
+    def put(self, lane: Lane, offset: int, event: Event, letter: DeadLetter | None = None) -> None:
+        """One sample's outcome, for `trajectories`. A `letter` goes to `dead` first, and is durable before it."""
+        topic = self.topics.name("trajectories")
+        outcome = _Append(topic, lane.partition, event, lane, offset, None)
+        if letter is not None:
+            outcome = _Append(self.topics.name("dead"), 0, letter, None, -1, outcome)
+        self._put(outcome)
+
+    def tell(self, word: str, event: Event) -> None:
+        """An event for a topic of one partition (fleet, metrics)."""
+        self._put(_Append(self.topics.name(word), 0, event, None, -1, None))
+
+    def flush(self, timeout: timedelta) -> bool:
+        """Wait until everything is acknowledged; False when the time is over."""
+        with self._idle:
+            return self._idle.wait_for(
+                lambda: self._open == 0 or self.error is not None, timeout.total_seconds()
+            )
+
+    def close(self, timeout: timedelta = timedelta(seconds=2)) -> None:
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout.total_seconds())
+
+    def _put(self, append: _Append) -> None:
+        with self._idle:
+            self._open += 1
+        self._queue.put(append)
+
+    # -- the thread
+    def _run(self) -> None:
+        try:
+            while self._round():
+                pass
+        except BaseException as error:  # handed to the worker, which ends with it
+            logger.exception("%s: publishing has ended", self.producer)
+            self.error = error
+            with self._idle:
+                self._idle.notify_all()
+
+    def _round(self) -> bool:
+        fresh: list[_Append] = []
+        item = self._next()
+        while item is not _NOTHING:
+            if item is None:
+                return False
+            if isinstance(item, _Append):
+                fresh.append(item)
+            else:
+                self._judge(*item)
+            if len(fresh) >= _MOST_PER_APPEND:
+                break
+            item = self._queue.get_nowait() if not self._queue.empty() else _NOTHING
+        if self._waiting and time.monotonic() >= self._again_at:
+            fresh, self._waiting = self._waiting + fresh, []
+        if fresh and self._waiting:
+            self._waiting += fresh  # nothing overtakes what is refused
+        else:
+            self._send_all(fresh)
+        return True
+
+    def _next(self) -> Any:
+        timeout = max(0.0, self._again_at - time.monotonic()) if self._waiting else None
+        try:
+            return self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return _NOTHING
+
+    def _send_all(self, appends: list[_Append]) -> None:
+        places: dict[TopicPartition, list[_Append]] = {}
+        for append in appends:
+            places.setdefault(TopicPartition(append.topic, append.partition), []).append(append)
+        for place, group in places.items():
+            self._send(place, group)
+
+    def _send(self, place: TopicPartition, appends: list[_Append]) -> None:
+        lane = appends[0].lane
+        progress = lane.progress() if lane is not None else None
+        records: list[NewRecord] = []
+        for append in appends:
+            event = append.event if progress is None else with_progress(append.event, progress)
+            records.append(codec.encode(event, producer=self.producer))
+        future = self.log.submit(place.topic, place.partition, records)
+        future.add_done_callback(lambda done: self._queue.put((done, appends)))
+
+    def _judge(self, future: Future[int], appends: list[_Append]) -> None:
+        try:
+            future.result()
+        except (LogFull, LogUnavailable) as error:
+            self._send_later(appends, error)
+        except RecordTooLarge as error:
+            self._too_large(appends, error)
+        else:
+            self._acknowledged(appends)
+
+    def _acknowledged(self, appends: list[_Append]) -> None:
+        if self._stuck_since is not None:
+            logger.info("%s: the log takes appends again after %.1f s", self.producer,
+                        time.monotonic() - self._stuck_since)
+            self._stuck_since = None
+        for append in appends:
+            if append.lane is not None:
+                append.lane.sample_done(append.offset)
+            if append.after is not None:
+                self._put(append.after)
+        with self._idle:
+            self._open -= len(appends)
+            self.published += len(appends)
+            if not self._open:
+                self._idle.notify_all()
+
+    def _send_later(self, appends: list[_Append], error: Exception) -> None:
+        now = time.monotonic()
+        self._waiting += appends
+        self._again_at = now + self._retry_s
+        if self._stuck_since is None:
+            self._stuck_since = now
+        if now - self._said_at >= _SAY_AGAIN_S:
+            self._said_at = now
+            logger.error("%s: cannot append (%s); %d events wait and no sample is started, trying again every "
+                         "%.1f s", self.producer, error, self._open, self._retry_s)
+
+    def _too_large(self, appends: list[_Append], error: RecordTooLarge) -> None:
+        """One record of the append is over the log's limit: find it, and give its sample a typed failure."""
+        if len(appends) > 1:
+            for append in appends:
+                self._send(TopicPartition(append.topic, append.partition), [append])
+            return
+        append = appends[0]
+        logger.error("%s: %s", self.producer, error)
+        if isinstance(append.event, DeadLetter):
+            cut = append.event.raw[: 64 << 10]
+            append.event = DeadLetter(
+                topic=append.event.topic, partition=append.event.partition, offset=append.event.offset, raw=cut,
+                stage=append.event.stage, reason=append.event.reason, at_ms=append.event.at_ms,
+                detail=f"cut from {len(append.event.raw)} bytes; {append.event.detail}",
+            )  # fmt: skip
+        elif isinstance(append.event, TrajectoryFinished):
+            append.event = failed_from(append.event, "record_too_large", str(error))
+        elif not isinstance(append.event, Metrics):
+            raise error
+        else:
+            self._acknowledged(appends)
+            return
+        self._send(TopicPartition(append.topic, append.partition), [append])
+
+
+_NOTHING: Any = object()
+
+
+def failed_from(event: TrajectoryFinished, reason: str, detail: str) -> RolloutFailed:
+    return RolloutFailed(
+        uid=event.uid,
+        group_id=event.group_id,
+        seq=event.seq,
+        index=event.index,
+        attempt=event.attempt,
+        n_samples=event.n_samples,
+        task_offset=event.task_offset,
+        reason=reason,
+        detail=detail,
+        engine=event.engine,
+    )

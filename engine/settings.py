@@ -1,0 +1,495 @@
+"""Every setting, declared once: its section, name, type, default, bounds, unit and one line of meaning.
+
+The structs are frozen and know nothing of files; `engine.config` reads and writes them, `engine.config_checks`
+judges how they go together, and docs/configuration.md is generated from them by `engine.configdocs`.
+Three kinds of setting carry a mark in their `doc(...)`:
+  `run_data`  part of the run's fingerprint: with another value, what the log holds would be another run's data
+  `secret`    must be a reference `env:NAME`, so that no secret is ever written to a file
+  `path`      a local path: absolute once loaded, and it moves along with a run directory that is moved
+
+A setting that may be left unset is `| None` and has None as its default, because TOML has no word for None.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+FUNCTION_PATH = r"^[A-Za-z_][A-Za-z0-9_]*((\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*)?$"
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"  # it starts the names of topics, so this is what Kafka allows
+DEVICE = r"^(cpu|(cuda|musa)(:[0-9]+)?)$"
+PATTERNS_IN_WORDS = {
+    FUNCTION_PATH: "the name of something built in, or package.module:function",
+    RUN_NAME: "1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit",
+    DEVICE: "cpu, cuda, musa, or one of several as in cuda:1",
+}
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]  # bounds of a setting that may be unset go inside its union
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0)]
+
+
+def doc(
+    text: str,
+    *,
+    unit: str = "",
+    run_data: bool = False,
+    secret: bool = False,
+    path: bool = False,
+    **bounds: Any,
+) -> msgspec.Meta:
+    """What a field means, for the reference page; `bounds` are those of msgspec.Meta (ge, gt, le, lt, pattern)."""
+    marks = {"unit": unit, "run_data": run_data, "secret": secret, "path": path}
+    return msgspec.Meta(description=text, extra=marks, **bounds)
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all tables of the file."""
+
+
+class RunConfig(Section, frozen=True):
+    """The run as a whole."""
+
+    name: Annotated[
+        str, doc("Name of the run; its topics are called `<name>.<topic>`.", run_data=True, pattern=RUN_NAME)
+    ] = "run"
+    dir: Annotated[
+        str, doc("Run directory: log, weights, checkpoints, summary, effective configuration.", path=True)
+    ] = "runs/run"
+    seed: Annotated[int, doc("Seed of data order, sampling and initial weights.", run_data=True, ge=0)] = 0
+    steps: Annotated[
+        PositiveInt | None,
+        doc("Stop after this many training steps; unset: when the data ends.", unit="steps"),
+    ] = None
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], doc("Least severity written to stderr and logs/.")
+    ] = "info"
+
+
+class KafkaConfig(Section, frozen=True):
+    """How to reach Apache Kafka; read only when `log.url` starts with `kafka://`."""
+
+    client: Annotated[
+        Literal["kafka-python", "confluent"],
+        doc("Client library: `kafka-python` (extra `kafka`) or `confluent` (extra `kafka-fast`)."),
+    ] = "kafka-python"
+    security_protocol: Annotated[
+        Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"],
+        doc("Encryption and login of the connection."),
+    ] = "PLAINTEXT"
+    sasl_mechanism: Annotated[
+        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"], doc("How to log in, with a SASL protocol.")
+    ] = "SCRAM-SHA-512"
+    sasl_username: Annotated[str | None, doc("User to log in as, with a SASL protocol.")] = None
+    sasl_password: Annotated[
+        str | None,
+        doc(
+            "Password, as `env:NAME`: it is read from that environment variable and never written.",
+            secret=True,
+        ),
+    ] = None
+    ssl_cafile: Annotated[
+        str | None, doc("Certificates that the broker's is checked against.", path=True)
+    ] = None
+    replication_factor: Annotated[
+        int, doc("Copies of each topic that the broker keeps.", unit="brokers", ge=1)
+    ] = 1
+
+
+class LogConfig(Section, frozen=True):
+    """The event log, the only thing that the daemons share."""
+
+    url: Annotated[
+        str,
+        doc(
+            "`file:///path` (embedded), `memory://` (one process) or `kafka://host:port`; empty: `<run.dir>/log`."
+        ),
+    ] = ""
+    partitions: Annotated[
+        int,
+        doc(
+            "Partitions of each data topic; fixed for a run.", unit="partitions", run_data=True, ge=1, le=4096
+        ),
+    ] = 4
+    fsync: Annotated[
+        Literal["group", "always", "never"],
+        doc(
+            "When the embedded log reaches the disk: once for a group of appends, for each, or when the OS likes."
+        ),
+    ] = "group"
+    segment_bytes: Annotated[
+        int, doc("Size at which the embedded log starts a new segment file.", unit="bytes", ge=4096)
+    ] = 64 << 20
+    retention_bytes: Annotated[
+        PositiveInt | None, doc("Most that one partition keeps; unset: everything.", unit="bytes")
+    ] = None
+    retention_s: Annotated[
+        PositiveFloat | None, doc("Age at which segments may be removed; unset: never.", unit="s")
+    ] = None
+    max_record_bytes: Annotated[int, doc("Largest record that is accepted.", unit="bytes", ge=1024)] = 8 << 20
+    kafka: Annotated[KafkaConfig, doc("Connection to Kafka.")] = KafkaConfig()
+
+
+class DataConfig(Section, frozen=True):
+    """The prompts."""
+
+    path: Annotated[str, doc("JSONL file, one prompt a line. Required.", run_data=True, path=True)] = ""
+    prompt_key: Annotated[
+        str, doc("Key of the prompt: a text or a list of chat messages.", run_data=True)
+    ] = "prompt"
+    label_key: Annotated[str, doc("Key of the label that the reward is given.", run_data=True)] = "label"
+    metadata_key: Annotated[
+        str, doc("Key of a table handed through to generate and reward functions.", run_data=True)
+    ] = "metadata"
+    epochs: Annotated[
+        PositiveInt | None, doc("Passes over the file; unset: until `run.steps`.", unit="passes")
+    ] = None
+    shuffle: Annotated[bool, doc("Draw a new order, from `run.seed`, for each pass.", run_data=True)] = True
+    apply_chat_template: Annotated[
+        bool, doc("Render chat messages with the tokenizer's template.", run_data=True)
+    ] = False
+
+
+class ModelConfig(Section, frozen=True):
+    """The policy."""
+
+    path: Annotated[
+        str,
+        doc(
+            "Local Hugging Face folder (config, weights, tokenizer). Required by the `torch` backends.",
+            run_data=True,
+            path=True,
+        ),
+    ] = ""
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        doc("Type of the weights and of the computation.", run_data=True),
+    ] = "float32"
+    device: Annotated[
+        str,
+        doc(
+            "Device of engine and trainer: `cpu`, `cuda`, `musa`, or one of several as in `cuda:1`.",
+            pattern=DEVICE,
+        ),
+    ] = "cpu"
+    attn_implementation: Annotated[
+        str,
+        doc("Attention of the Hugging Face model (`sdpa`, `eager`, `flash_attention_2`, …).", run_data=True),
+    ] = "sdpa"
+
+
+class RolloutConfig(Section, frozen=True):
+    """Generation of samples."""
+
+    backend: Annotated[
+        Literal["torch", "scripted", "sglang"],
+        doc("Engine: `torch` (in process) or `scripted` (fixed answers, for tests)."),
+    ] = "torch"
+    replicas: Annotated[
+        int, doc("Rollout daemons; each takes a share of the partitions.", unit="processes", ge=1)
+    ] = 1
+    max_concurrency: Annotated[
+        int, doc("Samples that one engine generates at a time.", unit="samples", ge=1)
+    ] = 64
+    max_open_groups: Annotated[
+        PositiveInt | None,
+        doc(
+            "Own cap on dispatched groups that are still open; unset: all that `max_weight_staleness` allows.",
+            unit="groups",
+        ),
+    ] = None
+    generate: Annotated[
+        str,
+        doc("Generate function: `single_turn` or `module:function`.", run_data=True, pattern=FUNCTION_PATH),
+    ] = "single_turn"
+    n_samples_per_prompt: Annotated[
+        int, doc("Samples of each prompt, that is, the size of a group.", unit="samples", run_data=True, ge=1)
+    ] = 8
+    rollout_max_response_len: Annotated[
+        int, doc("Most tokens generated in one call of the engine.", unit="tokens", run_data=True, ge=1)
+    ] = 1024
+    rollout_temperature: Annotated[float, doc("Sampling temperature, above 0.", run_data=True, ge=0)] = 1.0
+    rollout_top_p: Annotated[
+        float, doc("Nucleus sampling; only 1 (off) can be trained on.", run_data=True)
+    ] = 1.0
+    rollout_top_k: Annotated[int, doc("Top-k sampling; only -1 (off) can be trained on.", run_data=True)] = -1
+    logprob_format: Annotated[
+        Literal["float32", "fixed1024"],
+        doc("Behaviour log-probs in the log: exact, or in steps of 1/1024 (less than half the bytes).", run_data=True),
+    ] = "float32"
+    partial_rollout: Annotated[
+        bool,
+        doc("Go on with samples that a weight update interrupted; their tokens keep their own versions."),
+    ] = False
+    pause_generation_mode: Annotated[
+        Literal["retract", "in_place", "abort"],
+        doc(
+            "Running samples at a weight update: keep tokens and recompute the cache, keep both, or dispatch again."
+        ),
+    ] = "retract"
+    decode: Annotated[
+        Literal["batched", "continuous"],
+        doc("Decode loop of the `torch` engine: plain batches (tiny models) or continuous batching."),
+    ] = "batched"
+    task_deadline_s: Annotated[
+        float, doc("Time for one sample, after which it has failed.", unit="s", gt=0)
+    ] = 600.0
+    options: Annotated[dict[str, Any], doc("Handed to the generate function as it is.", run_data=True)] = (
+        msgspec.field(default_factory=dict)
+    )
+
+
+class RewardConfig(Section, frozen=True):
+    """Scoring of samples."""
+
+    function: Annotated[
+        str,
+        doc(
+            "Reward: a built-in name or `module:function`. Required.",
+            run_data=True,
+            pattern=FUNCTION_PATH,
+        ),
+    ] = ""
+    workers: Annotated[int, doc("Processes that score at a time.", unit="processes", ge=1)] = 1
+    timeout_s: Annotated[
+        float,
+        doc("Time for one call, after which its process is killed and the score missing.", unit="s", gt=0),
+    ] = 30.0
+    group: Annotated[bool, doc("Call the function once for all samples of a group.", run_data=True)] = False
+    options: Annotated[dict[str, Any], doc("Handed to the reward function as it is.", run_data=True)] = (
+        msgspec.field(default_factory=dict)
+    )
+
+
+class CollectorConfig(Section, frozen=True):
+    """Joining samples to groups."""
+
+    filters: Annotated[
+        tuple[Annotated[str, msgspec.Meta(pattern=FUNCTION_PATH)], ...],
+        doc("Dynamic filters, in order: built-in names or `module:function`.", run_data=True),
+    ] = ()
+    member_deadline_s: Annotated[
+        float,
+        doc(
+            "Time from dispatch, while the stages make progress, after which a member is missing.",
+            unit="s",
+            gt=0,
+        ),
+    ] = 60.0
+    max_redispatch: Annotated[
+        int,
+        doc(
+            "Times that missing members are dispatched again before the group is dropped.", unit="times", ge=0
+        ),
+    ] = 1
+    min_group_size: Annotated[
+        int | None,
+        doc(
+            "Members with which an incomplete group may still train; unset: all.",
+            unit="samples",
+            run_data=True,
+        ),
+    ] = None
+
+
+class TrainerConfig(Section, frozen=True):
+    """Batches, loss and optimizer."""
+
+    backend: Annotated[
+        Literal["torch", "scalar"],
+        doc(
+            "`torch`, or `scalar`: one number instead of a model, to run the loop without torch.",
+            run_data=True,
+        ),
+    ] = "torch"
+    rollout_batch_size: Annotated[
+        int, doc("Groups of one training step.", unit="groups", run_data=True, ge=1)
+    ] = 32
+    num_steps_per_rollout: Annotated[
+        int, doc("Optimizer steps made on one batch.", unit="optimizer steps", run_data=True, ge=1)
+    ] = 1
+    global_batch_size: Annotated[
+        PositiveInt | None,
+        doc(
+            "Samples of one optimizer step; unset: rollout_batch_size × n_samples_per_prompt / num_steps_per_rollout.",
+            unit="samples",
+            run_data=True,
+        ),
+    ] = None
+    last_batch: Annotated[
+        Literal["train", "drop"], doc("What to do with a short batch when the data ends.", run_data=True)
+    ] = "train"
+    advantage_estimator: Annotated[Literal["grpo"], doc("How rewards become advantages.", run_data=True)] = (
+        "grpo"
+    )
+    loss: Annotated[
+        Literal["ppo", "decoupled_ppo", "tis"],
+        doc(
+            "Policy loss: clipped against the behaviour policy (`ppo`), clipped against a recomputed policy and "
+            "weighted back (`decoupled_ppo`), or weighted only (`tis`).",
+            run_data=True,
+        ),
+    ] = "ppo"
+    use_rollout_logprobs: Annotated[
+        bool,
+        doc(
+            "With `ppo`: clip against the log-probs recorded by the engine; false recomputes them at the batch cut.",
+            run_data=True,
+        ),
+    ] = True
+    eps_clip: Annotated[
+        float, doc("Lower clip range of the ratio, and the upper one too.", run_data=True)
+    ] = 0.2
+    eps_clip_high: Annotated[
+        float | None, doc("Upper clip range of the ratio; unset: `eps_clip`.", run_data=True)
+    ] = None
+    use_tis: Annotated[
+        bool,
+        doc(
+            "With recomputed log-probs: weight tokens by recomputed / recorded, capped at `tis_clip`.",
+            run_data=True,
+        ),
+    ] = False
+    tis_clip: Annotated[float, doc("Cap of importance weights.", run_data=True, gt=0)] = 2.0
+    kl_loss_coef: Annotated[
+        float, doc("Weight of the KL term to the initial weights; 0: none is computed.", run_data=True, ge=0)
+    ] = 0.0
+    kl_loss_type: Annotated[Literal["k1", "k2", "k3"], doc("Estimator of the KL term.", run_data=True)] = "k3"
+    entropy_coef: Annotated[float, doc("Weight of the entropy bonus.", run_data=True, ge=0)] = 0.0
+    lr: Annotated[float, doc("Learning rate at its height.", run_data=True, gt=0)] = 1e-6
+    lr_schedule: Annotated[
+        Literal["constant", "linear", "cosine"],
+        doc("Course of the learning rate after the warm-up, to 0 at `run.steps`.", run_data=True),
+    ] = "constant"
+    lr_warmup: Annotated[
+        int,
+        doc("Optimizer steps over which the rate rises from 0.", unit="optimizer steps", run_data=True, ge=0),
+    ] = 0
+    adam_beta1: Annotated[float, doc("AdamW: decay of the mean.", run_data=True, ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, doc("AdamW: decay of the square.", run_data=True, ge=0, lt=1)] = 0.95
+    adam_eps: Annotated[float, doc("AdamW: added to the denominator.", run_data=True, gt=0)] = 1e-8
+    weight_decay: Annotated[float, doc("AdamW: decoupled weight decay.", run_data=True, ge=0)] = 0.0
+    clip_grad: Annotated[float, doc("Largest norm of the gradient; 0: no clipping.", run_data=True, ge=0)] = (
+        1.0
+    )
+    micro_batch_tokens: Annotated[
+        int,
+        doc(
+            "Padded tokens of one forward pass; a longer sample goes alone.",
+            unit="tokens",
+            run_data=True,
+            ge=1,
+        ),
+    ] = 8192
+    deterministic: Annotated[
+        bool, doc("Ask torch for deterministic kernels, so that a replay gives the same bits.", run_data=True)
+    ] = True
+    max_bad_steps: Annotated[
+        int,
+        doc("Steps in a row that may be skipped (loss or gradient not finite) before the run fails.", ge=0),
+    ] = 3
+
+
+class StalenessConfig(Section, frozen=True):
+    """How old a token may be. The limit in force is recorded with each batch and may change in a live run."""
+
+    max_weight_staleness: Annotated[
+        int, doc("Oldest token trained on; 0 is synchronous training.", unit="versions", ge=0)
+    ] = 2
+    on_stale: Annotated[
+        Literal["drop", "mask"],
+        doc("Drop a group with too old tokens, or mask these tokens alone.", run_data=True),
+    ] = "drop"
+
+
+class WeightsConfig(Section, frozen=True):
+    """The way of new weights to the engines."""
+
+    transport: Annotated[
+        Literal["disk", "distributed", "ipc"], doc("`disk`: safetensors in the run directory.")
+    ] = "disk"
+    update_weights_interval: Annotated[
+        int, doc("Training steps from one published version to the next.", unit="steps", run_data=True, ge=1)
+    ] = 1
+    keep: Annotated[int, doc("Published versions whose files are kept.", unit="versions", ge=1)] = 4
+
+
+class CheckpointConfig(Section, frozen=True):
+    """Saving the state of training."""
+
+    every: Annotated[int, doc("Steps from one checkpoint to the next.", unit="steps", ge=1)] = 20
+    keep_last: Annotated[int, doc("Newest checkpoints that are kept.", unit="checkpoints", ge=1)] = 3
+    keep_every: Annotated[
+        PositiveInt | None,
+        doc("Keep also each checkpoint whose step this divides; unset: none.", unit="steps"),
+    ] = None
+
+
+class SupervisorConfig(Section, frozen=True):
+    """Restarting daemons that died."""
+
+    max_restarts: Annotated[
+        int, doc("Restarts of one daemon within the window before the run fails.", unit="times", ge=0)
+    ] = 3
+    window_s: Annotated[float, doc("Length of that window.", unit="s", gt=0)] = 300.0
+    stop_grace_s: Annotated[
+        float, doc("Time from SIGTERM to SIGKILL when a daemon is stopped.", unit="s", gt=0)
+    ] = 10.0
+
+
+class EvalConfig(Section, frozen=True):
+    """Measuring the policy on held-out prompts, beside the run (daemon `evaluator`)."""
+
+    path: Annotated[str, doc("JSONL file of held-out prompts, as in [data]; empty: no evaluation.", path=True)] = ""
+    episodes: Annotated[
+        PositiveInt | None, doc("Samples of one evaluation; unset: one of each row.", unit="samples")
+    ] = None
+    every: Annotated[int, doc("Versions from one evaluation to the next.", unit="versions", ge=1)] = 10
+    final: Annotated[
+        int, doc("Every version of the last so many steps is evaluated too.", unit="versions", ge=0)
+    ] = 0
+
+
+class Config(Section, frozen=True):
+    """A whole configuration. `Config()` has every default; only `engine.config` checks one."""
+
+    run: RunConfig = RunConfig()
+    log: LogConfig = LogConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    collector: CollectorConfig = CollectorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    staleness: StalenessConfig = StalenessConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    supervisor: SupervisorConfig = SupervisorConfig()
+    eval: EvalConfig = EvalConfig()
+
+
+def samples_per_step(config: Config) -> int:
+    """Samples of one full batch: rollout_batch_size × n_samples_per_prompt."""
+    return config.trainer.rollout_batch_size * config.rollout.n_samples_per_prompt
+
+
+def global_batch_size(config: Config) -> int:
+    """Samples of one optimizer step."""
+    return (
+        config.trainer.global_batch_size or samples_per_step(config) // config.trainer.num_steps_per_rollout
+    )
+
+
+def groups_per_version(config: Config) -> int:
+    """G of the admission rule (DESIGN §4): groups that are used up from one published version to the next."""
+    return config.trainer.rollout_batch_size * config.weights.update_weights_interval
+
+
+def open_groups_cap(config: Config, max_weight_staleness: int | None = None) -> int:
+    """How many dispatched groups may be open at once: (limit + 1) × G, or the user's own lower cap.
+
+    `max_weight_staleness` is the limit in force where it was changed in the live run.
+    """
+    limit = config.staleness.max_weight_staleness if max_weight_staleness is None else max_weight_staleness
+    cap = (limit + 1) * groups_per_version(config)
+    return cap if config.rollout.max_open_groups is None else min(cap, config.rollout.max_open_groups)

@@ -1,0 +1,1 @@
+"""What makes new weights from a batch (backends), and what stores the state between steps (checkpoints)."""

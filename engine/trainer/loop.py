@@ -1,0 +1,436 @@
+"""The trainer: the one writer of outcomes. Rank 0 alone runs this loop.
+
+    groups ──► Buffer ──► stale now? ──► enough? ──► payloads checked ──► BatchCut ═══ the commit
+                 │            │ GroupsDropped            │ bad: dropped        │
+                 │            ▼                                               step ──► weights v+1 ──► publisher
+                 └── waits for: completed groups; a Resumed; DataEnded          │                    (beside it)
+                                                                               checkpoint every n steps
+
+A life: RunStarted (first ever) → EpochStarted, and everything of older epochs is void → `resume` (checkpoint, then
+the ledger replayed) → the newest version is published → live → every open group gets its outcome → RunFinished.
+A newer epoch in the ledger means that somebody else owns the run: Fenced is raised and nothing is written any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from consumers.batches import Buffer, Rule
+from consumers.ledger import Ledger
+from consumers.runner import Clock, Patience, Reader, Stop, now_ms, records_backwards, task_event
+from engine.interfaces import BadStep, TrainerBackend
+from engine.trainer.checkpoint import prune_checkpoints, save_checkpoint
+from engine.trainer.payloads import BadPayload, Payloads, train_batch
+from engine.trainer.publisher import Publisher
+from engine.trainer.resume import History, resume
+from engine.trainer.settings import LoopSettings
+from engine.weights.store import WeightStore, digest, snapshot
+from streams import codec
+from streams.errors import Fenced, LogFull, LogUnavailable, MillstreamError
+from streams.events import (
+    BatchCut,
+    CheckpointSaved,
+    EpochStarted,
+    Event,
+    GroupCompleted,
+    GroupDropped,
+    GroupsDropped,
+    Metrics,
+    RunEnding,
+    RunFinished,
+    RunStarted,
+    StepSkipped,
+    WeightsPublished,
+)
+from streams.log import EventLog, TopicPartition
+from streams.topics import Topics
+
+logger = logging.getLogger(__name__)
+
+
+class TooManyBadSteps(MillstreamError):
+    """Several steps in a row could not be taken: going on would only burn samples."""
+
+
+class Trainer:
+    """`Trainer(log, topics, backend, store, settings, checkpoints).run(stop)` → exit code."""
+
+    def __init__(
+        self,
+        log: EventLog,
+        topics: Topics,
+        backend: TrainerBackend,
+        store: WeightStore,
+        settings: LoopSettings,
+        checkpoints: Path,
+        *,
+        clock: Clock = now_ms,
+        poll: timedelta = timedelta(milliseconds=100),
+    ) -> None:
+        self.log, self.topics, self.backend, self.store = log, topics, backend, store
+        self.settings, self.checkpoints, self.clock, self.poll = settings, checkpoints, clock, poll
+        self.ledger = Ledger(log, topics, limit=settings.max_weight_staleness)
+        self.reader = Reader(log, topics, "trainer", clock)
+        self.payloads = Payloads(log, topics)
+        self.epoch = -1
+        self.step = self.version = 0
+        self._bad_steps = 0
+        self._drops: dict[str, int] = {}
+        self._patience = Patience("trainer")
+        self._ended_at = time.monotonic()  # of the last step
+        self._checkpointed = 0
+
+    # -- life
+    def start(self) -> None:
+        """Begin an epoch, recover, and publish the newest version."""
+        history = self._take_over()
+        start = resume(
+            self.log, self.topics, self.ledger, history, self.backend, self.checkpoints, digest=digest
+        )
+        self.step, self.version, self._checkpointed = start.step, start.version, start.step
+        self.buffer = Buffer(self.topics.partitions, start.frontier, start.positions)
+        self._publisher = Publisher(self._write_weights, self._append)
+        self._publish(forked_at=start.forked_at)
+
+    def close(self) -> None:
+        """End the publishing thread; what it holds is finished first."""
+        self._publisher.close()
+
+    def run(self, stop: Stop) -> int:
+        self.start()
+        try:
+            while not stop() and self.ledger.finished is None:
+                if self.round():
+                    self._patience.reset()
+                    continue
+                self._patience.waiting(self._waits_for)
+                self.log.wait(self._watched(), self.poll)
+            self._publisher.flush(timedelta(seconds=60))
+        finally:
+            self.close()
+        return 0
+
+    def _take_over(self) -> History:
+        """Begin an epoch; returns the valid records up to its own."""
+        history = self.ledger.catch_up()
+        if self.ledger.run is None:
+            self._append(
+                RunStarted(
+                    run=self.settings.run,
+                    config_fingerprint=self.settings.config_fingerprint,
+                    partitions=self.topics.partitions,
+                    rollout_batch_size=self.settings.rollout_batch_size,
+                    n_samples_per_prompt=self.settings.n_samples_per_prompt,
+                    seed=self.settings.seed,
+                    started_ms=self.clock(),
+                )
+            )
+        started = EpochStarted(producer=f"trainer-{os.getpid()}", started_ms=self.clock())
+        self.epoch = self._append(started)
+        history += self.ledger.catch_up()
+        self._check_owner()
+        logger.info("trainer: epoch %d of run %s", self.epoch, self.settings.run)
+        return history
+
+    def _check_owner(self) -> None:
+        if self.ledger.epoch > self.epoch:
+            raise Fenced(
+                f"epoch {self.ledger.epoch} has taken over run {self.settings.run}; this trainer (epoch "
+                f"{self.epoch}) stops at step {self.step}"
+            )
+
+    # -- one round
+    def round(self) -> bool:
+        """Read, drop what must go, cut and train if there is enough; True if anything was written."""
+        self.ledger.catch_up()
+        self._check_owner()
+        self._read_groups()
+        if self.ledger.paused:
+            return False
+        if self.ledger.ending is not None or self._steps_reached():
+            return self._end("steps_reached")
+        rule = self._rule()
+        self.buffer.sweep(rule)
+        size = self._batch_size()
+        if size and self._prepare(size):
+            self._train(size, rule)
+            return True
+        if self.buffer.drops:
+            self._write_drops()
+            return True
+        if self._all_closed():
+            return self._end("data_ended")
+        return False
+
+    def _rule(self) -> Rule:
+        return Rule(self.version, self.ledger.limit, self.settings.on_stale, self.ledger.lineage)
+
+    def _watched(self) -> dict[TopicPartition, int]:
+        watched = {TopicPartition(self.topics.name("ledger"), 0): self.ledger.position}
+        for partition, position in enumerate(self.buffer.read_to):
+            watched[TopicPartition(self.topics.name("groups"), partition)] = position
+        return watched
+
+    def _waits_for(self) -> str:
+        if self.ledger.paused:
+            return "the run to be resumed"
+        if self.ledger.ending is not None:
+            return "the feeder's DataEnded"
+        return f"groups for step {self.step + 1}: {len(self.buffer)} of {self.settings.rollout_batch_size} are there"
+
+    def _read_groups(self) -> None:
+        topic = self.topics.name("groups")
+        for partition, position in enumerate(list(self.buffer.read_to)):
+            batch = self.log.read(topic, partition, position)
+            for record in batch.records:
+                event = self.reader.decode(record)
+                if isinstance(event, (GroupCompleted, GroupDropped)):
+                    self.buffer.offer(partition, record.offset, event)
+            self.buffer.advance(partition, batch.next_position)
+
+    # -- cutting
+    def _batch_size(self) -> int:
+        """Groups to cut now; 0: wait. The last batch may be short."""
+        size, waiting = self.settings.rollout_batch_size, len(self.buffer)
+        if waiting >= size:
+            return size
+        ended = self.ledger.data_ended
+        if ended is None or waiting == 0 or len(self.buffer.frontier) + waiting < ended.count:
+            return 0
+        if self.settings.last_batch == "train":
+            return waiting
+        for _, _, event in self.buffer.waiting():
+            self.buffer.refuse(event.seq, "surplus", "short last batch (trainer.last_batch = drop)")
+        return 0
+
+    def _prepare(self, size: int) -> bool:
+        """Have the payloads of the next `size` groups; a group with a bad one is dropped by name."""
+        good = True
+        for partition, _, event in self.buffer.waiting()[:size]:
+            try:
+                self.payloads.prepare(partition, event)
+            except BadPayload as bad:
+                logger.warning("trainer: group %s dropped: %s", event.group_id, bad)
+                self.buffer.refuse(event.seq, "bad_payload", str(bad))
+                good = False
+        return good
+
+    def _train(self, size: int, rule: Rule) -> None:
+        waited = time.monotonic() - self._ended_at
+        cut = self._cut(size, rule)
+        began = time.monotonic()
+        try:
+            metrics = self.backend.step(train_batch(cut, self.payloads, self.ledger.lineage))
+        except BadStep as bad:
+            self._skip(cut, bad)
+            return
+        self._bad_steps = 0
+        self.version += 1
+        if self.version % self.settings.update_weights_interval == 0 or self._steps_reached():
+            self._publish()
+        if self.step % self.settings.checkpoint_every == 0:
+            self._save_checkpoint()
+        self._ended_at = time.monotonic()
+        metrics["step_s"], metrics["wait_s"] = self._ended_at - began, waited
+        metrics["busy"] = (self._ended_at - began) / max(1e-9, waited + self._ended_at - began)
+        self._report(cut, metrics)
+
+    def _cut(self, size: int, rule: Rule) -> BatchCut:
+        """Append the step's record. From here on it is this step, whatever happens to this process."""
+        chosen = self.buffer.cut(size, rule)
+        drops, duplicates = self._take_drops()
+        cut = BatchCut(
+            epoch=self.epoch,
+            version=self.version,
+            step=self.step + 1,
+            groups=chosen.groups,
+            positions=chosen.positions,
+            drops=drops,
+            duplicates=duplicates,
+            frontier=self.buffer.frontier.low,
+            closed_above=sorted(self.buffer.frontier.above),
+            limit=rule.limit,
+            on_stale=rule.on_stale,
+            seed=_step_seed(self.settings.seed, self.step + 1),
+            ledger_read_to=self.ledger.position,
+            cut_ms=self.clock(),
+            last=self.ledger.data_ended is not None and not len(self.buffer),
+        )
+        self._append(cut)
+        self.step += 1
+        self.ledger.catch_up()
+        self._check_owner()
+        return cut
+
+    def _skip(self, cut: BatchCut, bad: BadStep) -> None:
+        self._bad_steps += 1
+        logger.error("trainer: step %d skipped: %s (%d in a row)", cut.step, bad, self._bad_steps)
+        self._append(
+            StepSkipped(
+                epoch=self.epoch, step=cut.step, version=self.version, reason=bad.reason, detail=bad.detail
+            )
+        )
+        if self._bad_steps > self.settings.max_bad_steps:
+            raise TooManyBadSteps(
+                f"{self._bad_steps} steps in a row could not be taken (trainer.max_bad_steps = "
+                f"{self.settings.max_bad_steps}); the last: {bad}"
+            )
+
+    def _write_drops(self) -> None:
+        drops, duplicates = self._take_drops()
+        self._append(
+            GroupsDropped(
+                epoch=self.epoch,
+                version=self.version,
+                drops=drops,
+                duplicates=duplicates,
+                frontier=self.buffer.frontier.low,
+                closed_above=sorted(self.buffer.frontier.above),
+            )
+        )
+
+    def _take_drops(self):
+        drops, duplicates = self.buffer.take_drops()
+        for drop in drops:
+            self._drops[drop.reason] = self._drops.get(drop.reason, 0) + 1
+        if duplicates:
+            self._drops["duplicate"] = self._drops.get("duplicate", 0) + duplicates
+        waiting = {
+            (partition, member.trajectory_offset)
+            for partition, _, event in self.buffer.waiting()
+            for member in event.members
+        }
+        if drops:
+            self.payloads.keep_only(waiting)
+        return drops, duplicates
+
+    # -- weights and checkpoints
+    def _publish(self, *, forked_at: int = -1) -> None:
+        self._publisher.publish(snapshot(self.backend.weights()), self.version, self.step, forked_at=forked_at)
+
+    def _write_weights(self, tensors, version: int, step: int) -> WeightsPublished:
+        event = self.store.publish(tensors, epoch=self.epoch, version=version, step=step)
+        self.store.prune()
+        return event
+
+    def _save_checkpoint(self) -> None:
+        path, checksum = save_checkpoint(
+            self.checkpoints,
+            epoch=self.epoch,
+            step=self.step,
+            version=self.version,
+            ledger_position=self.ledger.position,
+            write=self.backend.save,
+        )
+        self._append(
+            CheckpointSaved(
+                epoch=self.epoch,
+                version=self.version,
+                step=self.step,
+                path=f"checkpoints/{path.name}",
+                digest=checksum,
+                ledger_position=self.ledger.position,
+                saved_ms=self.clock(),
+            )
+        )
+        self._checkpointed = self.step
+        prune_checkpoints(
+            self.checkpoints,
+            keep_last=self.settings.checkpoint_keep_last,
+            keep_every=self.settings.checkpoint_keep_every,
+        )
+
+    # -- the end
+    def _steps_reached(self) -> bool:
+        return self.settings.steps is not None and self.step >= self.settings.steps
+
+    def _all_closed(self) -> bool:
+        ended = self.ledger.data_ended
+        return ended is not None and len(self.buffer.frontier) >= ended.count
+
+    def _end(self, reason: str) -> bool:
+        """Ask the feeder to stop, give every open group its outcome, finish. True if anything was written."""
+        ended = self.ledger.data_ended
+        if ended is None:
+            if self.ledger.ending is None:
+                self._append(RunEnding(epoch=self.epoch, step=self.step, reason=reason))
+                return True
+            return False
+        for seq, group_id in self._open_groups(ended.count).items():
+            self.buffer.drop(group_id, seq, "surplus", detail="open when the run ended")
+        if self.buffer.drops:
+            self._write_drops()
+        if self._checkpointed < self.step:
+            self._save_checkpoint()
+        if self.version % self.settings.update_weights_interval:
+            self._publish()  # the last version, off the interval
+        self._publisher.flush(timedelta(seconds=60))
+        finished = RunFinished(
+            epoch=self.epoch, step=self.step, version=self.version, reason=reason, finished_ms=self.clock()
+        )
+        self._append(finished)
+        self.ledger.catch_up()
+        logger.info("trainer: run finished at step %d: %s", self.step, reason)
+        return True
+
+    def _open_groups(self, count: int) -> dict[int, str]:
+        """seq → group id of every dispatched group without an outcome."""
+        frontier, found = self.buffer.frontier, {}
+        for partition in range(self.topics.partitions):
+            for record in records_backwards(self.log, self.topics.name("tasks"), partition):
+                event = task_event(record)
+                if event is None:
+                    continue
+                if event.seq not in frontier and event.seq < count:
+                    found[event.seq] = event.group_id
+                if event.next_seq <= frontier.low:
+                    break
+        return dict(sorted(found.items()))
+
+    # -- writing
+    def _append(self, event: Event) -> int:
+        """Append to the ledger; a log that has no room or does not answer pauses the run, it loses nothing."""
+        record = codec.encode(event, producer="trainer")
+        told = 0.0
+        while True:
+            try:
+                return self.log.append(self.topics.name("ledger"), 0, [record])
+            except (LogFull, LogUnavailable) as error:
+                if time.monotonic() - told > 10:
+                    told = time.monotonic()
+                    logger.error("trainer: paused, the ledger cannot be written: %s", error)
+                time.sleep(0.5)
+
+    def _report(self, cut: BatchCut, metrics: dict[str, float]) -> None:
+        members = [member for group in cut.groups for member in group.members]
+        trained = [member for member in members if member.staleness >= 0]
+        values = dict(metrics)
+        values["reward_mean"] = sum(member.reward for member in members) / len(members)
+        values["tokens"] = float(sum(member.n_trainable_tokens for member in members))
+        values["staleness_mean"] = sum(member.staleness for member in trained) / max(1, len(trained))
+        values["staleness_max"] = float(max((member.staleness for member in trained), default=0))
+        values["groups_buffered"] = float(len(self.buffer))
+        values["version"] = float(self.version)
+        for member in trained:
+            key = f"staleness/{member.staleness}"
+            values[key] = values.get(key, 0.0) + 1.0
+        for reason, count in self._drops.items():
+            values[f"dropped/{reason}"] = float(count)
+        event = Metrics(source="trainer", step=cut.step, values=values, at_ms=self.clock())
+        self.log.submit(self.topics.name("metrics"), 0, [codec.encode(event, producer="trainer")])
+        self.log.commit_hint(
+            "trainer",
+            {
+                TopicPartition(self.topics.name("groups"), partition): position
+                for partition, position in enumerate(cut.positions)
+            },
+        )
+
+
+def _step_seed(seed: int, step: int) -> int:
+    return (seed * 1_000_003 + step) % (1 << 31)
+

@@ -1,0 +1,94 @@
+"""Publishing weights beside the training step, in order of versions.
+
+    trainer ── snapshot of version v ──► queue (1) ──► file written, synced, renamed ──► WeightsPublished(v)
+
+The step never waits for a disk; it waits here only when two versions are already on their way. A version that
+could not be written is not announced, and the error reaches the trainer at its next call (nothing fails silently).
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import msgspec
+
+from streams.events import WeightsPublished
+
+logger = logging.getLogger(__name__)
+
+Write = Callable[[Mapping[str, Any], int, int], WeightsPublished]  # (tensors, version, step) → event
+Announce = Callable[[WeightsPublished], None]  # appends it to the ledger
+
+
+class _Job(NamedTuple):
+    tensors: Mapping[str, Any]
+    version: int
+    step: int
+    forked_at: int
+
+
+class Publisher:
+    """`publish` hands a version over; `flush` waits for all; `close` ends the thread."""
+
+    def __init__(self, write: Write, announce: Announce) -> None:
+        self._write, self._announce = write, announce
+        self._jobs: queue.Queue[_Job | None] = queue.Queue(maxsize=1)
+        self._error: BaseException | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+        self._unfinished = 0
+        self._lock = threading.Lock()
+        self.digests: dict[int, str] = {}  # version → digest, of what was published here
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self, tensors: Mapping[str, Any], version: int, step: int, *, forked_at: int = -1) -> None:
+        """`tensors` must be a snapshot: they are read later, on another thread."""
+        self._raise()
+        with self._lock:
+            self._unfinished += 1
+            self._idle.clear()
+        self._jobs.put(_Job(tensors, version, step, forked_at))
+
+    def flush(self, timeout: timedelta) -> None:
+        if not self._idle.wait(timeout.total_seconds()):
+            raise TimeoutError(f"weights not published within {timeout.total_seconds():.0f} s")
+        self._raise()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join(30)
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if self._error is None:  # after a failure no later version may be announced
+                try:
+                    self._publish(job)
+                except BaseException as error:  # handed to the trainer, which stops with it
+                    logger.exception("version %d could not be published", job.version)
+                    self._error = error
+            with self._lock:
+                self._unfinished -= 1
+                if not self._unfinished:
+                    self._idle.set()
+
+    def _publish(self, job: _Job) -> None:
+        event = self._write(job.tensors, job.version, job.step)
+        if job.forked_at >= 0:
+            event = msgspec.structs.replace(event, forked_at=job.forked_at)
+        self._announce(event)
+        self.digests[job.version] = event.digest
+
+
+
+

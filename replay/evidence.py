@@ -1,0 +1,175 @@
+"""What an audit needs from the log, gathered in one pass over each topic. Reads only.
+
+Memory: a few hundred bytes for each trained sample; payloads are opened one at a time and not kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from replay.ledger import LedgerEntry, RunView, read_ledger
+from replay.records import Entry, entries, entry_of
+from streams import columns
+from streams.columns import VersionRun
+from streams.errors import CodecError, CorruptRecord, InvalidEvent, UnknownTopic
+from streams.events import (
+    DeadLetter,
+    GroupCompleted,
+    GroupDropped,
+    TaskDispatched,
+    TaskSkipped,
+    TrajectoryFinished,
+)
+from streams.log import EventLog
+from streams.topics import Topics
+from streams.trajectory import open_payload
+
+Place = tuple[int, int]  # (partition, offset) in the topic that the context names
+
+
+class Dispatch(NamedTuple):
+    group_id: str
+    seq: int
+    partition: int
+    offset: int
+
+
+class Sample(NamedTuple):
+    """A referenced trajectory. Either `problem` says why it cannot be judged, or the rest is there."""
+
+    uid: str = ""
+    group_id: str = ""
+    trainable: list[VersionRun] = []
+    problem: str = ""
+    gone: bool = False  # removed by retention: nothing can be said of it any more
+
+
+class Completed(NamedTuple):
+    group_id: str
+    members: dict[str, tuple[int, float]]  # uid → (trajectory offset, reward)
+
+
+class Evidence(NamedTuple):
+    ledger: list[LedgerEntry]
+    view: RunView
+    dispatches: list[Dispatch]  # first dispatches and skipped rows, copies included
+    dispatches_whole: bool  # retention has removed none of them
+    samples: dict[Place, Sample]  # every trajectory that a valid cut refers to
+    completed: dict[Place, Completed | None]  # every group record that a valid cut refers to; None: gone
+    terminal: list[list[tuple[int, int]]]  # per partition of `groups`: (offset, seq) of completed and dropped
+    dead: Counter[str]  # "stage: reason" → letters
+    unreadable: Counter[str]  # topic word → records that nobody can read
+    unknown: Counter[str]  # event type → records
+
+
+def gather(log: EventLog, topics: Topics) -> Evidence:
+    """Read the whole run once."""
+    ledger, view = read_ledger(log, topics)
+    wanted_samples: dict[int, set[int]] = {}
+    wanted_groups: dict[int, set[int]] = {}
+    for _, group in view.groups_trained():
+        wanted_groups.setdefault(group.partition, set()).add(group.group_offset)
+        wanted_samples.setdefault(group.partition, set()).update(m.trajectory_offset for m in group.members)
+    found = Evidence(ledger, view, [], _whole(log, topics), {}, {}, [], Counter(), Counter(), Counter())
+    for partition in range(topics.partitions):
+        _read_tasks(log, topics, partition, found)
+        _read_groups(log, topics, partition, wanted_groups.get(partition, set()), found)
+        wanted = wanted_samples.get(partition, set())
+        for offset, entry in entries_at(log, topics.name("trajectories"), partition, wanted):
+            found.samples[partition, offset] = _sample(entry)
+    for entry in entries(log, topics.name("dead"), 0):
+        if isinstance(entry.event, DeadLetter):
+            found.dead[f"{entry.event.stage}: {entry.event.reason}"] += 1
+    for entry in ledger:
+        _count_problem("ledger", entry.problem, entry.unknown_type, found)
+    return found
+
+
+def entries_at(
+    log: EventLog, topic: str, partition: int, offsets: Collection[int]
+) -> Iterator[tuple[int, Entry | None]]:
+    """The entries at these offsets, ascending, reading what lies close together in one go.
+
+    None for an offset below the start: retention has removed it. One that is not there at all has a problem.
+    """
+    try:
+        start, end = log.start(topic, partition), log.end(topic, partition)
+    except UnknownTopic:
+        start = end = 0
+    left = sorted(offsets, reverse=True)
+    while left:
+        offset = left[-1]
+        if offset < start:
+            yield left.pop(), None
+            continue
+        if offset >= end:
+            yield left.pop(), Entry(offset, 0, None, f"{topic}/{partition} ends at {end}")
+            continue
+        try:
+            batch = log.read(topic, partition, offset, max_records=256)
+        except CorruptRecord as damage:
+            yield left.pop(), Entry(offset, 0, None, str(damage))
+            continue
+        for record in batch.records:
+            while left and left[-1] < record.offset:
+                missing = left.pop()
+                yield missing, Entry(missing, 0, None, f"{topic}/{partition} has no record {missing}")
+            if left and left[-1] == record.offset:
+                yield left.pop(), entry_of(record)
+        if left and left[-1] == offset:
+            yield left.pop(), Entry(offset, 0, None, f"{topic}/{partition} has no record {offset}")
+
+
+def _whole(log: EventLog, topics: Topics) -> bool:
+    known = log.topics()
+    name = topics.name("tasks")
+    return all(log.start(name, partition) == 0 for partition in range(known.get(name, 0)))
+
+
+def _read_tasks(log: EventLog, topics: Topics, partition: int, found: Evidence) -> None:
+    for entry in entries(log, topics.name("tasks"), partition):
+        event = entry.event
+        if isinstance(event, TaskSkipped) or (isinstance(event, TaskDispatched) and event.attempt == 0):
+            found.dispatches.append(Dispatch(event.group_id, event.seq, partition, entry.offset))
+        _count_problem("tasks", entry.problem, entry.unknown.type if entry.unknown else "", found)
+
+
+def _read_groups(log: EventLog, topics: Topics, partition: int, wanted: set[int], found: Evidence) -> None:
+    topic = topics.name("groups")
+    terminal: list[tuple[int, int]] = []
+    found.terminal.append(terminal)
+    for entry in entries(log, topic, partition):
+        event = entry.event
+        if isinstance(event, (GroupCompleted, GroupDropped)):
+            terminal.append((entry.offset, event.seq))
+        if isinstance(event, GroupCompleted) and entry.offset in wanted:
+            members = {member.uid: (member.trajectory_offset, member.reward) for member in event.members}
+            found.completed[partition, entry.offset] = Completed(event.group_id, members)
+        _count_problem("groups", entry.problem, entry.unknown.type if entry.unknown else "", found)
+    start = log.start(topic, partition) if wanted else 0
+    for offset in wanted:
+        if offset < start:
+            found.completed[partition, offset] = None
+
+
+def _sample(entry: Entry | None) -> Sample:
+    if entry is None:
+        return Sample(problem="removed by retention", gone=True)
+    if not isinstance(entry.event, TrajectoryFinished):
+        return Sample(problem=entry.problem or f"a {type(entry.event).__name__}, not a TrajectoryFinished")
+    event = entry.event
+    try:
+        payload = open_payload(event)
+        trainable = columns.trainable_runs(payload.versions, payload.loss_mask)
+    except (CodecError, InvalidEvent) as error:
+        return Sample(event.uid, event.group_id, problem=str(error))
+    return Sample(event.uid, event.group_id, trainable)
+
+
+def _count_problem(word: str, problem: str, unknown_type: str, found: Evidence) -> None:
+    if unknown_type:
+        found.unknown[unknown_type] += 1
+    elif problem:
+        found.unreadable[word] += 1

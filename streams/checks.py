@@ -1,0 +1,59 @@
+"""What every log checks before it stores anything, so that all of them refuse the same things."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from streams.errors import LogError, RecordTooLarge, UnknownTopic
+from streams.log import NewRecord
+
+MAX_RECORD_BYTES = 16 << 20  # value and headers of one record; larger payloads are claim-checked (DESIGN §3)
+MAX_TIMESTAMP_MS = 1 << 62
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")  # fits Kafka's topic names and a file name
+
+
+def check_name(kind: str, name: str) -> None:
+    """Topic and group names become Kafka names and file names, so they are held to what both allow."""
+    if not _NAME.fullmatch(name):
+        raise LogError(
+            f"{kind} name {name!r}: needs 1 to 200 letters, digits, '.', '_' or '-', "
+            "and to start with a letter, a digit or '_'"
+        )
+
+
+def check_partitions(topic: str, partitions: int) -> None:
+    if not 1 <= partitions <= 10_000:
+        raise LogError(f"topic {topic!r}: partitions must be 1 to 10000, got {partitions}")
+
+
+def check_records(records: Sequence[NewRecord], max_record_bytes: int) -> None:
+    """Refuse what could not be stored or read back, before anything is queued.
+
+    Raises RecordTooLarge, LogError for a call without records, TypeError and ValueError for wrong values.
+    """
+    if not records:
+        raise LogError("an append needs at least one record, got none")
+    for index, record in enumerate(records):
+        if not isinstance(record.value, bytes):
+            raise TypeError(f"record {index} of the append: value must be bytes, got {type(record.value)}")
+        size = len(record.value)
+        for name, value in record.headers:
+            if not (isinstance(name, str) and isinstance(value, bytes)):
+                raise TypeError(f"record {index} of the append: header {name!r} must be a str with bytes")
+            size += len(name) + len(value)
+        if record.timestamp_ms is not None and abs(record.timestamp_ms) > MAX_TIMESTAMP_MS:
+            raise ValueError(f"record {index} of the append: timestamp_ms is {record.timestamp_ms}")
+        if size > max_record_bytes:
+            raise RecordTooLarge(
+                f"record {index} of the append is {size} bytes; the limit of this log is {max_record_bytes}"
+            )
+
+
+def no_such(topic: str, partition: int, topics: dict[str, int]) -> UnknownTopic:
+    """The error for a topic or partition that does not exist; says what does."""
+    if topic in topics:
+        return UnknownTopic(f"topic {topic!r} has partitions 0 to {topics[topic] - 1}, not {partition}")
+    known = ", ".join(sorted(topics)) or "none"
+    return UnknownTopic(f"no topic {topic!r}; this log has: {known}")

@@ -1,0 +1,288 @@
+"""Admission, placement, recovery of the feeder from the log alone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from consumers.dataset import BadRow, JsonLines, Order, Row
+from consumers.feeder import Feeder
+from streams.errors import ConfigError
+from streams.events import (
+    BatchCut,
+    CutGroup,
+    DataEnded,
+    EpochStarted,
+    GroupDropped,
+    GroupsDropped,
+    LimitChanged,
+    MembersMissing,
+    Paused,
+    Resumed,
+    RunEnding,
+    StepSkipped,
+    TaskDispatched,
+    TaskSkipped,
+    WeightsPublished,
+)
+
+from support.events import completed, events, put, run_log
+from support.world import Rows
+
+
+def feeder(log, topics, rows: int = 100, **changes) -> Feeder:
+    dataset = changes.pop("dataset", None) or Rows([Row(f"prompt {index}", None, {}) for index in range(rows)])
+    settings = {"rollout_batch_size": 4, "n_samples": 2, "limit": 1, "shuffle": False, **changes}
+    made = Feeder(log, topics, dataset, poll=timedelta(milliseconds=1), **settings)
+    made.recover()
+    return made
+
+
+def settle(stage: Feeder) -> None:
+    for _ in range(50):
+        if not stage.round():
+            return
+    raise AssertionError("the feeder never comes to rest")
+
+
+def seqs(log, topics) -> list[int]:
+    return sorted(
+        event.seq
+        for partition in range(topics.partitions)
+        for event in events(log, topics, "tasks", partition)
+        if isinstance(event, (TaskDispatched, TaskSkipped)) and not getattr(event, "attempt", 0)
+    )
+
+
+def cut(step: int, closed: range, version: int, epoch: int = 0, frontier: int | None = None) -> BatchCut:
+    return BatchCut(
+        epoch=epoch,
+        version=version,
+        step=step,
+        groups=[CutGroup(f"0-{seq}", seq, 0, seq, []) for seq in closed],
+        positions=[0],
+        frontier=closed.stop if frontier is None else frontier,
+        limit=1,
+        on_stale="drop",
+        seed=0,
+        ledger_read_to=0,
+        cut_ms=0,
+    )
+
+
+def published(version: int, epoch: int = 0) -> WeightsPublished:
+    return WeightsPublished(epoch=epoch, version=version, step=version, digest=f"d{version}", uris={})
+
+
+@pytest.fixture
+def parts():
+    log, topics = run_log()
+    put(log, topics, "ledger", EpochStarted(producer="t", started_ms=0))
+    put(log, topics, "ledger", published(0))
+    return log, topics
+
+
+def test_no_more_groups_are_open_than_the_limit_allows(parts):
+    log, topics = parts
+    settle(feeder(log, topics))
+    assert seqs(log, topics) == list(range(8))  # (1 + 1) x 4
+
+
+def test_a_used_group_makes_room_only_when_its_version_is_published(parts):
+    log, topics = parts
+    stage = feeder(log, topics)
+    settle(stage)
+    put(log, topics, "ledger", cut(1, range(4), version=0))
+    settle(stage)
+    assert len(seqs(log, topics)) == 8
+    put(log, topics, "ledger", published(1))
+    settle(stage)
+    assert seqs(log, topics) == list(range(12))
+    assert events(log, topics, "tasks")[-1].min_version == 0  # newest published 1 - limit 1
+
+
+def test_a_skipped_step_makes_room_too(parts):
+    log, topics = parts
+    stage = feeder(log, topics)
+    settle(stage)
+    put(log, topics, "ledger", cut(1, range(4), version=0))
+    put(log, topics, "ledger", StepSkipped(epoch=0, step=1, version=0, reason="nonfinite_loss"))
+    settle(stage)
+    assert seqs(log, topics) == list(range(12))
+
+
+def test_dropped_groups_are_replaced_at_once(parts):
+    log, topics = parts
+    stage = feeder(log, topics)
+    settle(stage)
+    put(log, topics, "ledger", GroupsDropped(epoch=0, version=0, frontier=1, closed_above=[4, 6]))
+    settle(stage)
+    assert seqs(log, topics) == list(range(11))
+
+
+def test_the_same_record_twice_floods_nothing(parts):
+    log, topics = parts
+    stage = feeder(log, topics)
+    settle(stage)
+    for _ in range(3):
+        put(log, topics, "ledger", GroupsDropped(epoch=0, version=0, frontier=2))
+    settle(stage)
+    assert seqs(log, topics) == list(range(10))
+
+
+def test_a_record_of_an_older_epoch_is_void(parts):
+    log, topics = parts
+    put(log, topics, "ledger", EpochStarted(producer="u", started_ms=0))
+    stage = feeder(log, topics)
+    settle(stage)
+    put(log, topics, "ledger", GroupsDropped(epoch=0, version=0, frontier=8))
+    settle(stage)
+    assert seqs(log, topics) == list(range(8))
+
+
+def test_a_changed_limit_and_a_pause_bind(parts):
+    log, topics = parts
+    stage = feeder(log, topics)
+    settle(stage)
+    put(log, topics, "ledger", Paused(by="me"))
+    put(log, topics, "ledger", LimitChanged(limit=3))
+    settle(stage)
+    assert len(seqs(log, topics)) == 8
+    put(log, topics, "ledger", Resumed(by="me"))
+    settle(stage)
+    assert len(seqs(log, topics)) == 16
+
+
+def test_tasks_go_where_the_fewest_are_unfinished(parts):
+    _, _ = parts
+    log, topics = run_log(partitions=2)
+    stage = feeder(log, topics, limit=0)
+    settle(stage)
+    assert [len(events(log, topics, "tasks", p)) for p in (0, 1)] == [2, 2]
+    for seq in (1, 3):  # partition 1 is quick, partition 0 is slow
+        put(log, topics, "groups", completed(seq), partition=1)
+    put(log, topics, "ledger", EpochStarted(producer="t", started_ms=0))
+    put(log, topics, "ledger", GroupsDropped(epoch=0, version=0, frontier=0, closed_above=[1, 3]))
+    settle(stage)
+    assert [len(events(log, topics, "tasks", p)) for p in (0, 1)] == [2, 4]
+
+
+def test_missing_members_are_dispatched_again_once_an_attempt_on_the_same_partition(parts):
+    log, topics = parts
+    stage = feeder(log, topics)
+    settle(stage)
+    missing = MembersMissing(
+        group_id="0-2", seq=2, task_offset=2, indices=[1], attempt=1, reason="member_missing"
+    )
+    put(log, topics, "groups", missing)
+    put(log, topics, "groups", missing)
+    settle(stage)
+    again = [event for event in events(log, topics, "tasks") if event.attempt]
+    assert [(e.group_id, e.indices, e.attempt, e.first_offset, e.prompt) for e in again] == [
+        ("0-2", [1], 1, 2, "prompt 2")
+    ]
+    settle(feeder(log, topics))  # a new one finds its own re-dispatch
+    assert len([event for event in events(log, topics, "tasks") if event.attempt]) == 1
+
+
+def test_a_request_that_nobody_answered_is_answered_after_a_restart(parts):
+    log, topics = parts
+    settle(feeder(log, topics))
+    put(
+        log,
+        topics,
+        "groups",
+        MembersMissing(group_id="0-2", seq=2, task_offset=2, indices=[0], attempt=1, reason="x"),
+    )
+    settle(feeder(log, topics))
+    assert [event.indices for event in events(log, topics, "tasks") if event.attempt] == [[0]]
+
+
+def test_a_restart_goes_on_where_the_log_ends(parts):
+    log, topics = parts
+    settle(feeder(log, topics))
+    put(log, topics, "ledger", cut(1, range(4), version=0))
+    put(log, topics, "ledger", published(1))
+    settle(feeder(log, topics))
+    assert seqs(log, topics) == list(range(12))
+
+
+def test_the_hole_of_a_crash_between_two_partitions_is_filled_first():
+    log, topics = run_log(partitions=2)
+    first = feeder(log, topics, limit=0)
+    for seq in (0, 1, 3):  # 2 was on its way to the other partition
+        first.next_seq = seq + 1 if seq < 3 else 4
+        put(log, topics, "tasks", first._task(seq), partition=seq % 2)
+    stage = feeder(log, topics, limit=0)
+    assert stage.holes == [2] and stage.open_groups == 3
+    settle(stage)
+    assert seqs(log, topics) == [0, 1, 2, 3]
+
+
+def test_the_end_of_the_data_is_announced_with_its_count_once(parts):
+    log, topics = parts
+    stage = feeder(log, topics, rows=3, data_epochs=2)
+    settle(stage)
+    settle(feeder(log, topics, rows=3, data_epochs=2))
+    ended = [event for event in events(log, topics, "ledger") if isinstance(event, DataEnded)]
+    assert [event.count for event in ended] == [6]
+    assert seqs(log, topics) == list(range(6))
+
+
+def test_when_the_trainer_wants_no_more_the_feeder_says_how_many_there_were(parts):
+    log, topics = parts
+    stage = feeder(log, topics)
+    settle(stage)
+    put(log, topics, "ledger", RunEnding(epoch=0, step=9, reason="steps_reached"))
+    settle(stage)
+    assert [event.count for event in events(log, topics, "ledger") if isinstance(event, DataEnded)] == [8]
+
+
+def test_a_bad_row_is_skipped_by_name_and_keeps_its_place():
+    log, topics = run_log()
+    rows = Rows([Row("good", None, {}), BadRow("missing_prompt", "row 1"), Row("good too", None, {})])
+    settle(feeder(log, topics, dataset=rows, data_epochs=1))
+    written = events(log, topics, "tasks")
+    assert [type(event).__name__ for event in written] == ["TaskDispatched", "TaskSkipped", "TaskDispatched"]
+    assert (written[1].seq, written[1].reason) == (1, "missing_prompt")
+
+
+def test_groups_that_the_collector_dropped_free_their_partition_but_not_admission(parts):
+    log, topics = parts
+    stage = feeder(log, topics)
+    settle(stage)
+    put(log, topics, "groups", GroupDropped(group_id="0-0", seq=0, task_offset=0, reason="incomplete"))
+    settle(stage)
+    assert stage._load == [7]
+    assert len(seqs(log, topics)) == 8  # the trainer is the arbiter: the ledger has not said so yet
+
+
+def test_the_order_depends_on_seed_and_pass_alone():
+    order = Order(10, seed=7, shuffle=True)
+    first = [order(seq) for seq in range(20)]
+    again = Order(10, seed=7, shuffle=True)
+    assert [again(seq) for seq in reversed(range(20))] == first[::-1]
+    assert sorted(row for epoch, row in first[:10]) == list(range(10)) and {e for e, _ in first[10:]} == {1}
+    assert [row for _, row in first[:10]] != [row for _, row in first[10:]]
+    assert [Order(10, seed=7, shuffle=False)(seq) for seq in (3, 13)] == [(0, 3), (1, 3)]
+
+
+def test_jsonl_rows_are_read_by_key_and_bad_ones_are_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"q": "1+1", "a": 2}\n\n{"question": "x"}\n{"q": broken\n{"q": "p", "metadata": 3}\n')
+    data = JsonLines(path, prompt_key="q", label_key="a")
+    assert len(data) == 4
+    assert data.row(0) == Row("1+1", 2, {})
+    assert data.row(1).reason == "missing_prompt" and "'q'" in data.row(1).detail and "question" in data.row(1).detail
+    assert data.row(2).reason == "bad_json"
+    assert data.row(3).reason == "bad_metadata"
+    data.close()
+
+
+@pytest.mark.parametrize(("content", "says"), [(None, "cannot be opened"), ("\n\n", "no rows")])
+def test_a_missing_or_empty_dataset_is_a_configuration_error(tmp_path, content, says):
+    path = tmp_path / "data.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=says):
+        JsonLines(path)

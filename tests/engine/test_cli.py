@@ -1,0 +1,260 @@
+"""The command line as its users meet it: exit codes, what goes where, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.cli import COMMANDS, main
+from engine.commands import rundir
+from engine.commands.serve import parse_replica
+from engine.config import build_config, dump_toml, fingerprint, load_config
+from streams import codec
+from streams.errors import ConfigError, Fenced
+from streams.events import RunStarted
+from streams.open import open_log
+from streams.topics import Topics
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 30.0
+
+
+def millstream(*args: str, **options) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "engine.cli", *args],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=ROOT,
+        **options,
+    )
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "label": "2"}\n')
+    file = tmp_path / "my.toml"
+    file.write_text(
+        f"""
+[run]
+name = "first"
+dir = "{tmp_path}/run"
+[log]
+partitions = 2
+[data]
+path = "{tmp_path}/prompts.jsonl"
+[reward]
+function = "exact"
+[rollout]
+backend = "scripted"
+[trainer]
+backend = "scalar"
+"""
+    )
+    return file
+
+
+def start_ledger(config_file: Path, **changes: str) -> None:
+    """What a trainer leaves behind that has begun the run."""
+    config = load_config(config_file)
+    topics = Topics(config.run.name, config.log.partitions)
+    started = RunStarted(
+        run=config.run.name,
+        config_fingerprint=changes.get("config_fingerprint", fingerprint(config)),
+        partitions=config.log.partitions,
+        rollout_batch_size=config.trainer.rollout_batch_size,
+        n_samples_per_prompt=config.rollout.n_samples_per_prompt,
+        seed=config.run.seed,
+        started_ms=1,
+    )
+    with open_log(config.log.url) as log:
+        topics.create(log)
+        log.append(topics.name("ledger"), 0, [codec.encode(started, producer="trainer")])
+
+
+# ---------------------------------------------------------------- help and exit codes
+def test_help_lists_every_command_and_is_quick():
+    began = time.monotonic()
+    result = millstream("--help")
+    assert result.returncode == 0
+    assert time.monotonic() - began < 2
+    for name in ("demo", "run", "serve", "topics", "tail", "verify", "config"):
+        assert f"\n    {name} " in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.NAME)
+def test_each_command_explains_itself_with_an_example(command, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main([command.NAME, "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert command.DESCRIPTION in text
+    assert f"example:\n  millstream {command.NAME} " in text
+
+
+def test_the_command_line_and_its_log_tools_need_no_torch():
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from engine.cli import main\n"
+        "import engine.commands.rundir, engine.launch.local, engine.config, replay.topics\n"
+        "try: main(['--version'])\n"
+        "except SystemExit as end: sys.exit(end.code)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("millstream ")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["fly"],
+        [],
+        ["serve", "cook", "my.toml"],
+        ["serve", "rollout", "my.toml", "--replica", "2/2"],
+        ["topics"],
+    ],
+)
+def test_wrong_usage_exits_with_2(args: list[str]):
+    assert millstream(*args).returncode == 2
+
+
+def test_replicas_are_counted_from_0():
+    assert parse_replica("0/1") == (0, 1)
+    assert parse_replica("2/3") == (2, 3)
+    for wrong in ("3/3", "1", "a/b", "-1/2", "1/2/3", ""):
+        with pytest.raises(Exception, match="I/N|of 3 replicas"):
+            parse_replica(wrong)
+
+
+def test_an_unknown_setting_exits_with_2_and_names_it(config_file: Path):
+    result = millstream("config", str(config_file), "--set", "staleness.max_weight_stalenes=2")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "staleness.max_weight_stalenes" in result.stderr
+    assert "max_weight_staleness" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_fenced_process_exits_with_1_and_its_sentence(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fenced(args):
+        raise Fenced("epoch 9 has taken over run first; this trainer (epoch 4) stops at step 3")
+
+    monkeypatch.setattr("engine.commands.config.execute", fenced)
+    assert main(["config", str(config_file)]) == 1
+    assert capsys.readouterr().err == (
+        "millstream: epoch 9 has taken over run first; this trainer (epoch 4) stops at step 3\n"
+    )
+
+
+def test_a_reader_that_closes_the_pipe_early_is_no_error(config_file: Path):
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(
+        [sys.executable, "-m", "engine.cli", "config", str(config_file)],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=ROOT,
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------- config and run directories
+def test_config_prints_what_load_config_reads_back(config_file: Path, tmp_path: Path):
+    result = millstream("config", str(config_file), "--set", "trainer.lr=0.5")
+    assert result.returncode == 0
+    assert result.stderr == ""
+    printed = tmp_path / "printed.toml"
+    printed.write_text(result.stdout)
+    assert load_config(printed) == load_config(config_file, ["trainer.lr=0.5"])
+
+
+def test_a_run_directory_stands_for_its_configuration(config_file: Path):
+    config = load_config(config_file)
+    run_dir = rundir.adopt(config)
+    result = millstream("config", str(run_dir))
+    assert (result.returncode, result.stdout) == (0, dump_toml(config))
+
+
+def test_a_run_directory_of_another_configuration_is_refused_with_what_differs(config_file: Path):
+    run_dir = rundir.adopt(load_config(config_file))
+    before = (run_dir / "config.toml").read_text()
+    result = millstream("run", str(config_file), "--set", "trainer.lr=0.5", "--set", "rollout.max_concurrency=3")
+    assert result.returncode == 2
+    assert f"{run_dir} is a run of another configuration:\n  trainer.lr: the run has 1e-06, asked for 0.5\n" in result.stderr
+    assert "max_concurrency" not in result.stderr, "how fast it works is not part of what the run is"
+    assert (run_dir / "config.toml").read_text() == before
+
+
+def test_a_ledger_begun_by_another_configuration_is_refused(config_file: Path):
+    start_ledger(config_file, config_fingerprint="0123456789abcdef")
+    with pytest.raises(ConfigError, match="its ledger was begun by run 'first' with the fingerprint 0123456789ab"):
+        rundir.adopt(load_config(config_file))
+
+
+def test_the_same_run_with_other_speeds_and_limits_is_taken_up_again(config_file: Path):
+    rundir.adopt(load_config(config_file))
+    start_ledger(config_file)
+    changed = load_config(config_file, ["staleness.max_weight_staleness=4", "run.steps=500", "supervisor.max_restarts=9"])
+    run_dir = rundir.adopt(changed)
+    assert load_config(run_dir) == changed
+
+
+def test_a_log_inside_one_process_is_refused_for_a_run_of_several(config_file: Path):
+    result = millstream("run", str(config_file), "--set", "log.url=memory://x")
+    assert result.returncode == 2
+    assert 'log.url = "memory://x" lives inside one process' in result.stderr
+
+
+def test_a_missing_dataset_is_refused_before_anything_is_started(config_file: Path, tmp_path: Path):
+    (tmp_path / "prompts.jsonl").unlink()
+    result = millstream("run", str(config_file))
+    assert result.returncode == 2
+    assert "no such file" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_differences_name_paths_that_moved_out_of_the_run_directory(tmp_path: Path):
+    def config(data: str, run_dir: str):
+        return build_config(
+            {
+                "run": {"dir": run_dir},
+                "data": {"path": data},
+                "reward": {"function": "exact"},
+                "rollout": {"backend": "scripted"},
+                "trainer": {"backend": "scalar"},
+            }
+        )
+
+    assert rundir.differences(config("/a/run/data.jsonl", "/a/run"), config("/b/run/data.jsonl", "/b/run")) == []
+    assert rundir.differences(config("/a/run/data.jsonl", "/a/run"), config("/elsewhere.jsonl", "/b/run")) == [
+        "data.path: the run has 'data.jsonl', asked for '/elsewhere.jsonl'"
+    ]
+
+
+# ---------------------------------------------------------------- topics
+def test_topics_shows_offsets_and_lag(config_file: Path):
+    start_ledger(config_file)
+    result = millstream("topics", str(config_file))
+    assert result.returncode == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[0] == ["TOPIC", "PARTITION", "START", "END", "RECORDS"]
+    assert ["first.tasks", "1", "0", "0", "0"] in lines
+    assert ["first.ledger", "0", "0", "1", "1"] in lines
+
+
+@pytest.mark.parametrize("command", [["topics"], ["verify"], ["tail"]], ids=lambda args: args[0])
+def test_a_run_that_has_no_log_yet_is_said_to_be_not_started(command: list[str], config_file: Path, tmp_path: Path):
+    result = millstream(*command, str(config_file), *(["ledger"] if command == ["tail"] else []))
+    assert result.returncode == 2
+    assert f"no log at {tmp_path}/run/log: this run has not been started" in result.stderr
+    assert not (tmp_path / "run").exists(), "looking leaves nothing behind"
