@@ -153,7 +153,7 @@ class Feeder:
             seq = self._take()
             if seq is None:
                 break
-            event = self._task(seq)
+            event = self._task(seq, ahead=self.open_groups - 1)
             partition = self._least_loaded()
             batches.setdefault(partition, []).append(event)
             self._load[partition] += 1
@@ -185,7 +185,7 @@ class Feeder:
         self.next_seq += 1
         return self.next_seq - 1
 
-    def _task(self, seq: int) -> TaskDispatched | TaskSkipped:
+    def _task(self, seq: int, *, ahead: int) -> TaskDispatched | TaskSkipped:
         data_epoch, index = self.order(seq)
         row = self.dataset.row(index)
         common = {
@@ -203,14 +203,21 @@ class Feeder:
             prompt=row.prompt,
             label=row.label,
             metadata=row.metadata,
-            min_version=self._min_version(),
+            min_version=self._min_version(ahead),
             dispatched_ms=self.clock(),
             **common,
         )
 
-    def _min_version(self) -> int:
+    def _min_version(self, ahead: int) -> int:
+        """The least version whose tokens will still be in the limit when this group's batch is cut.
+
+        With `ahead` open groups before it, that batch is cut at the published version + ahead // G. Admission
+        keeps ahead < (limit + 1) × G, so the result is never above what is published, and nothing can hang on it.
+        (Published - limit alone would let an engine start on weights that are one version too old, in the moment
+        between a publication and its loading.)
+        """
         published = self.ledger.published.version if self.ledger.published is not None else 0
-        return max(0, published - self.ledger.limit)
+        return max(0, published + ahead // self.rollout_batch_size - self.ledger.limit)
 
     def _least_loaded(self) -> int:
         return min(range(self.topics.partitions), key=lambda partition: (self._load[partition], partition))
@@ -264,7 +271,7 @@ class Feeder:
             prompt=first.prompt,
             label=first.label,
             metadata=first.metadata,
-            min_version=self._min_version(),
+            min_version=self._min_version(self.ledger.limit * self.rollout_batch_size),  # the newest there is
             first_offset=missing.task_offset,
             next_seq=self.next_seq,
             dispatched_ms=self.clock(),

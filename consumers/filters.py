@@ -2,10 +2,10 @@
 
     members (with rewards, by reference) ──► filter, filter, … ──► Verdict(keep, reason)
 
-A filter sees what the collector has: rewards, components and lengths, never texts or tokens. The first filter that
-says no gives the reason with which the group is dropped. Filters are pure, so a restarted collector comes to the
-same verdict. They run in the collector, without a deadline: what they do must be small, and an error of theirs ends
-the daemon with their own traceback.
+A filter sees what the collector has: rewards, components and lengths, never texts or tokens. The collector asks
+them in order; the first that says no gives the reason with which the group is dropped. Filters are pure, so a
+restarted collector comes to the same verdict. They run in the collector, without a deadline: what they do must be
+small, and an error of theirs ends the daemon with their own traceback.
 
 A filter written for Miles or Slime, `f(args, samples, **kw) -> DynamicFilterOutput(keep, reason)` or a bool, is
 recognised by its first parameter's name and given samples without text (consumers/rewards/adapter.py).
@@ -53,24 +53,6 @@ def reward_range(
 
 
 BUILT_INS: dict[str, Callable[..., Any]] = {"zero_variance": zero_variance, "reward_range": reward_range}
-
-
-def load_filters(
-    paths: Sequence[str],
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    *,
-    config: Mapping[str, Any] | None = None,
-) -> Filter:
-    """One filter of all those named, in order. `options`: path → keyword arguments of that filter.
-
-    Raises ConfigError for a path that cannot be resolved or a function that cannot be called so.
-    """
-    filters = [load_filter(path, (options or {}).get(path), config=config) for path in paths]
-
-    def apply(members: Sequence[Member]) -> Verdict:
-        return next((verdict for each in filters if not (verdict := each(members)).keep), KEEP)
-
-    return apply
 
 
 def load_filter(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,11 +19,14 @@ from typing import Any
 from consumers.rewards.types import RewardInput
 from engine.config import CONFIG_FILE, build_config
 from engine.settings import Config
-from engine.tasks import Row, Task, get_task
+from engine.tasks import Task, get_task
+from engine.tasks.base import Row
+from replay.summary import LAST_STEPS
 from streams.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+EVALUATE_EVERY = 5  # versions
 HELD_OUT_ROWS = 256  # a multiple of 16: every secret of `guess` equally often
 GENERATE = {"guess": "guess", "reverse": "single_turn"}
 
@@ -79,9 +83,11 @@ def demo_config(
             "clip_grad": use.clip_grad,
         },
         "staleness": {"max_weight_staleness": max_weight_staleness},
+        "weights": {"keep": LAST_STEPS + 10},  # the evaluator may be a few versions behind the trainer
         "checkpoint": {"every": 50},
+        "eval": {"path": str(run_dir / "held_out.jsonl"), "every": EVALUATE_EVERY, "final": LAST_STEPS},
     }
-    return build_config(table, overrides)
+    return build_config(table, overrides, os.environ)
 
 
 def prepare(config: Config, task: Task) -> None:
@@ -101,8 +107,11 @@ def prepare(config: Config, task: Task) -> None:
     logger.info("making the model: a few seconds of supervised training on an imperfect player")
     began = time.monotonic()
 
+    from transformers.utils import logging as transformers_logging
+
     from engine.tasks.warmstart import make_demo_model
 
+    transformers_logging.disable_progress_bar()
     make_demo_model(task, Path(config.model.path), seed)
     logger.info("the model is ready after %.1f s", time.monotonic() - began)
 

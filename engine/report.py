@@ -62,6 +62,8 @@ def _draw(progress: RunProgress, path: Path, title: str) -> None:
 
 def _text(summary: dict[str, Any], run_dir: Path) -> str:
     shown = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
+    if not summary["steps"]:
+        return f"no step was made; the daemons' own words are in {shown}/logs/\n"
     table = columns([("SUMMARY", ""), *((name, _value(summary[name])) for name in SHOWN)])
     return f"""
 {table}

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from engine.config import fingerprint
-from engine.settings import Config
+import msgspec
+
 from consumers.runner import Stop
+from engine.config import fingerprint, with_secrets
+from engine.interfaces import RolloutEngine, Sampling, TrainerBackend
+from engine.settings import Config
 from streams.errors import ConfigError
 from streams.log import EventLog
 from streams.open import open_log
 from streams.topics import Topics
+
+if TYPE_CHECKING:
+    from engine.rollout.generate import Generate
 
 ROLES = ("feeder", "rollout", "reward", "collector", "trainer", "evaluator")
 
@@ -90,7 +97,7 @@ def _reward(config: Config, log: EventLog, topics: Topics, replica: int, replica
     reward = config.reward
     pool = ScoringPool(
         reward.function,
-        reward.options,
+        with_secrets(reward.options, "reward.options"),
         workers=reward.workers,
         timeout=timedelta(seconds=reward.timeout_s),
         group=reward.group,
@@ -146,3 +153,106 @@ def _trainer(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
     store = WeightStore(run_dir / "weights", keep=config.weights.keep)
     trainer = Trainer(log, topics, _trainer_backend(config), store, settings, run_dir / "checkpoints")
     return trainer.run(stop)
+
+
+def _trainer_backend(config: Config) -> TrainerBackend:
+    trainer = config.trainer
+    if trainer.backend == "scalar":
+        from engine.trainer.scalar_backend import ScalarBackend
+
+        return ScalarBackend(lr=trainer.lr, beta1=trainer.adam_beta1, beta2=trainer.adam_beta2)
+    from engine.trainer.torch_backend import TorchBackend
+    from engine.trainer.torch_settings import TorchSettings
+
+    settings = TorchSettings(
+        loss=trainer.loss,
+        use_rollout_logprobs=trainer.use_rollout_logprobs,
+        use_tis=trainer.use_tis,
+        eps_clip=trainer.eps_clip,
+        eps_clip_high=trainer.eps_clip_high,
+        tis_clip=trainer.tis_clip,
+        entropy_coef=trainer.entropy_coef,
+        kl_loss_coef=trainer.kl_loss_coef,
+        temperature=config.rollout.rollout_temperature,
+        num_steps_per_rollout=trainer.num_steps_per_rollout,
+        lr=trainer.lr,
+        lr_schedule=trainer.lr_schedule,
+        lr_warmup=trainer.lr_warmup,
+        total_steps=None if config.run.steps is None else config.run.steps * trainer.num_steps_per_rollout,
+        adam_beta1=trainer.adam_beta1,
+        adam_beta2=trainer.adam_beta2,
+        adam_eps=trainer.adam_eps,
+        weight_decay=trainer.weight_decay,
+        clip_grad=trainer.clip_grad,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        attn_implementation=config.model.attn_implementation,
+        deterministic=trainer.deterministic,
+    )
+    return TorchBackend(Path(config.model.path), settings)
+
+
+def _engine(config: Config, name: str, seed: int) -> RolloutEngine:
+    """The engine of one daemon. Different seeds: no two engines sample the same answers."""
+    rollout = config.rollout
+    if rollout.backend == "scripted":
+        from engine.rollout.scripted import scripted_engine
+
+        options = with_secrets(rollout.options, "rollout.options")
+        return scripted_engine(options, name=name, seed=seed, pause_mode=rollout.pause_generation_mode)
+    if rollout.decode == "continuous":
+        from engine.rollout.continuous import ContinuousEngine as Engine
+    else:
+        from engine.rollout.batched import BatchedEngine as Engine
+    return Engine(
+        Path(config.model.path),
+        name=name,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        attn_implementation=config.model.attn_implementation,
+        seed=seed,
+        pause_mode=rollout.pause_generation_mode,
+    )
+
+
+def _sampling(config: Config, engine: RolloutEngine) -> Sampling:
+    from engine.rollout.text import stop_ids
+
+    return Sampling(
+        max_tokens=config.rollout.rollout_max_response_len,
+        temperature=config.rollout.rollout_temperature,
+        stop_ids=stop_ids(engine.tokenizer, config.model.path),
+    )
+
+
+def _generate(config: Config) -> Generate:
+    from engine.rollout.generate import load_generate
+
+    options = with_secrets(config.rollout.options, "rollout.options")
+    return load_generate(config.rollout.generate, options, msgspec.to_builtins(config))
+
+
+def _rollout(config: Config, log: EventLog, topics: Topics, replica: int, replicas: int, stop: Stop) -> int:
+    from engine.rollout.loading import on_disk
+    from engine.rollout.worker import RolloutWorker
+
+    rollout = config.rollout
+    engine = _engine(config, f"rollout-{replica}", config.run.seed * 1009 + replica + 1)
+    worker = RolloutWorker(
+        log,
+        topics,
+        engine,
+        _generate(config),
+        locate=on_disk(Path(config.run.dir)),
+        sampling=_sampling(config, engine),
+        options=with_secrets(rollout.options, "rollout.options"),
+        replica=replica,
+        replicas=replicas,
+        max_concurrency=rollout.max_concurrency,
+        task_deadline=timedelta(seconds=rollout.task_deadline_s),
+        logprob_format=rollout.logprob_format,
+        apply_chat_template=config.data.apply_chat_template,
+        seed=config.run.seed,
+    )
+    return worker.run(stop)

@@ -7,6 +7,7 @@ The view reads what anyone may read; nothing of the run depends on it. It goes t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
@@ -144,7 +145,10 @@ class _Terminal(_Follower):
 def status_line(progress: RunProgress, config: Config) -> str:
     """One line that says where the run is."""
     view = progress.view
-    parts = [f"step {view.step}" + (f"/{config.run.steps}" if config.run.steps else ""), f"version {view.version}"]
+    parts = [
+        f"step {view.step}" + (f"/{config.run.steps}" if config.run.steps else ""),
+        f"version {view.version}",
+    ]
     if progress.steps:
         parts.append(f"reward {_recent(progress, 'reward_mean'):.3f}")
     if progress.evaluations:
@@ -165,7 +169,10 @@ def panel(progress: RunProgress, config: Config, title: str) -> RenderableType:
     view = progress.view
     of_steps = f"/{config.run.steps}" if config.run.steps else ""
     head = f"{title} · step {view.step}{of_steps} · version {view.version} · {_clock(progress.wall_s)}"
-    return Panel(Group(_curve(progress), Columns([_speed(progress), _ages(progress, config), _queues(progress)])), title=head)
+    return Panel(
+        Group(_curve(progress), Columns([_speed(progress), _ages(progress, config), _queues(progress)])),
+        title=head,
+    )
 
 
 def _curve(progress: RunProgress) -> RenderableType:
@@ -174,10 +181,17 @@ def _curve(progress: RunProgress) -> RenderableType:
     main, name = (held_out, "held-out reward") if held_out else (training, "reward")
     if not main:
         return Text("no step yet")
-    lines = [Text(line, style="green") for line in plot(main, PLOT_WIDTH, PLOT_HEIGHT)]
+    top = f"{max(1.0, *main):.3g}"
+    margins = [f"{top:>4} ", *["     "] * (PLOT_HEIGHT - 2), "   0 "]
+    lines = [
+        Text(margin).append(row, style="green")
+        for margin, row in zip(margins, plot(main, PLOT_WIDTH, PLOT_HEIGHT), strict=True)
+    ]
     lines.append(Text(f"{name} {main[-1]:.3f} (first {main[0]:.3f})", style="bold"))
     if held_out and training:
-        lines.append(Text(f"training reward {training[-1]:.3f}  {sparkline(training, PLOT_WIDTH - 24)}", style="dim"))
+        lines.append(
+            Text(f"training reward {training[-1]:.3f}  {sparkline(training, PLOT_WIDTH - 24)}", style="dim")
+        )
     return Group(*lines)
 
 
@@ -214,7 +228,9 @@ def _queues(progress: RunProgress) -> Table:
 
 
 def _table(title: str) -> Table:
-    table = Table(title=title, show_header=False, box=None, title_justify="left", title_style="bold", padding=(0, 1))
+    table = Table(
+        title=title, show_header=False, box=None, title_justify="left", title_style="bold", padding=(0, 1)
+    )
     table.add_column()
     table.add_column(justify="right")
     return table
@@ -276,7 +292,8 @@ def plot(values: Sequence[float], width: int, height: int) -> list[str]:
     top = max(1.0, *columns)
     levels = [max(0, round(value / top * height * 8)) for value in columns]
     return [
-        "".join(BLOCKS[min(8, max(0, level - 8 * row))] for level in levels) for row in range(height - 1, -1, -1)
+        "".join(BLOCKS[min(8, max(0, level - 8 * row))] for level in levels)
+        for row in range(height - 1, -1, -1)
     ]
 
 
@@ -284,4 +301,4 @@ def _stretches(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     edges = [round(at * len(values) / width) for at in range(width + 1)]
-    return [sum(values[low:high]) / (high - low) for low, high in zip(edges, edges[1:])]
+    return [sum(values[low:high]) / (high - low) for low, high in itertools.pairwise(edges)]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple, Optional
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from consumers.ledger import Frontier
 from consumers.staleness import MASK, Judgement, Lineage, judge
@@ -65,7 +64,9 @@ def groups_are_dispatched_once(evidence: Evidence) -> Check:
         other = by_seq.setdefault(each.seq, each)
         if other.group_id != each.group_id:
             found.append(_violation(each.group_id, f"has seq {each.seq}, and so has group {other.group_id}"))
-    return Check("each group is dispatched under one number, to one partition", len(evidence.dispatches), found)
+    return Check(
+        "each group is dispatched under one number, to one partition", len(evidence.dispatches), found
+    )
 
 
 def outcomes_are_unique(evidence: Evidence) -> Check:
@@ -76,7 +77,11 @@ def outcomes_are_unique(evidence: Evidence) -> Check:
     for group_id, seq, outcome in _outcomes(evidence):
         outcomes.setdefault(group_id, []).append(outcome)
         if evidence.dispatches_whole and dispatched.get(group_id) != seq:
-            was = f"was dispatched as seq {dispatched[group_id]}" if group_id in dispatched else "was never dispatched"
+            was = (
+                f"was dispatched as seq {dispatched[group_id]}"
+                if group_id in dispatched
+                else "was never dispatched"
+            )
             found.append(_violation(group_id, f"{outcome} as seq {seq}, but {was}"))
     found += [
         _violation(group_id, f"has {len(several)} outcomes: {', '.join(several)}")
@@ -185,11 +190,15 @@ def limit_is_the_one_in_force(evidence: Evidence) -> Check:
     found, base = [], {}
     for offset, cut in evidence.view.cuts:
         if cut.ledger_read_to > offset:
-            found.append(_violation(f"step {cut.step}", f"cut at ledger:{offset} had read to {cut.ledger_read_to}"))
+            found.append(
+                _violation(f"step {cut.step}", f"cut at ledger:{offset} had read to {cut.ledger_read_to}")
+            )
         changed = evidence.view.limit_changed_before(cut.ledger_read_to)
         limit = base.setdefault(cut.epoch, cut.limit) if changed is None else changed.limit
         if cut.limit != limit:
-            found.append(_violation(f"step {cut.step}", f"was cut at limit {cut.limit}, {limit} was in force"))
+            found.append(
+                _violation(f"step {cut.step}", f"was cut at limit {cut.limit}, {limit} was in force")
+            )
     return Check("each cut keeps the limit in force", len(evidence.view.cuts), found)
 
 
@@ -210,7 +219,7 @@ def _judged(evidence: Evidence) -> Iterator[tuple[BatchCut, CutGroup, CutMember,
                         yield event, group, member, _verdict(event, sample.trainable, lineage)
 
 
-def _verdict(cut: BatchCut, trainable: list[tuple[int, int, int]], lineage: Lineage) -> Judgement:
+def _verdict(cut: BatchCut, trainable: Sequence[tuple[int, int, int]], lineage: Lineage) -> Judgement:
     return judge(
         trainable, trainer_version=cut.version, limit=cut.limit, lineage=lineage, on_stale=cut.on_stale
     )
@@ -229,7 +238,9 @@ def references_resolve(evidence: Evidence) -> Check:
         examined += 1
         texts = [_wrong_sample(evidence, group, member), _wrong_group(evidence, group, member)]
         found += [
-            Violation([member.uid, group.group_id], f"{member.uid}: step {cut.step}: {text}") for text in texts if text
+            Violation([member.uid, group.group_id], f"{member.uid}: step {cut.step}: {text}")
+            for text in texts
+            if text
         ]
     return Check("references name what was trained", examined, found)
 
@@ -260,8 +271,9 @@ def _wrong_group(evidence: Evidence, group: CutGroup, member: CutMember) -> str:
         return f"{where} does not name it"
     offset, reward = completed.members[member.uid]
     if (offset, reward) != (member.trajectory_offset, member.reward):
-        return f"{where} has trajectory {offset} with reward {reward}, the cut {member.trajectory_offset} with " + str(
-            member.reward
+        return (
+            f"{where} has trajectory {offset} with reward {reward}, the cut {member.trajectory_offset} with "
+            + str(member.reward)
         )
     return ""
 
@@ -297,7 +309,9 @@ def _out_of_step(previous: BatchCut | None, cut: BatchCut, skipped: set[tuple[in
     if previous is not None and previous.epoch == cut.epoch:
         made = version + (0 if (previous.epoch, step) in skipped else 1)
         if cut.version != made:
-            found.append(_violation(f"step {cut.step}", f"starts from version {cut.version}, {made} was the newest"))
+            found.append(
+                _violation(f"step {cut.step}", f"starts from version {cut.version}, {made} was the newest")
+            )
     return found
 
 
@@ -335,7 +349,9 @@ def positions_pass_over_nothing(evidence: Evidence) -> Check:
             continue
         step = f"step {event.step}"
         if len(event.positions) != len(pending):
-            found.append(_violation(step, f"has {len(event.positions)} positions for {len(pending)} partitions"))
+            found.append(
+                _violation(step, f"has {len(event.positions)} positions for {len(pending)} partitions")
+            )
             continue
         for partition, position in enumerate(event.positions):
             if last is not None and position < last.event.positions[partition]:
@@ -343,7 +359,9 @@ def positions_pass_over_nothing(evidence: Evidence) -> Check:
                 found.append(_violation(step, f"groups/{partition} went back from {before} to {position}"))
             while (place := ahead[partition]) is not None and place[0] < position:
                 if place[1] not in closed:
-                    text = f"groups/{partition}:{place[0]} (seq {place[1]}) was passed over without an outcome"
+                    text = (
+                        f"groups/{partition}:{place[0]} (seq {place[1]}) was passed over without an outcome"
+                    )
                     found.append(_violation(step, text))
                 ahead[partition] = next(pending[partition], None)
         last = Cut(entry.offset, event)
@@ -356,7 +374,7 @@ def _closes(event: Closing) -> list[int]:
 
 
 # ---------------------------------------------------------------- files
-def weights_files_match(evidence: Evidence, digest_of: Callable[[WeightsPublished], Optional[str]]) -> Check:
+def weights_files_match(evidence: Evidence, digest_of: Callable[[WeightsPublished], str | None]) -> Check:
     """A file that a valid record names and that still exists holds the published weights."""
     found, examined = [], 0
     for event in evidence.view.versions:
@@ -367,7 +385,7 @@ def weights_files_match(evidence: Evidence, digest_of: Callable[[WeightsPublishe
     return Check("weights files hold what was published", examined, found)
 
 
-def checkpoints_match(evidence: Evidence, digest_of: Callable[[CheckpointSaved], Optional[str]]) -> Check:
+def checkpoints_match(evidence: Evidence, digest_of: Callable[[CheckpointSaved], str | None]) -> Check:
     """A checkpoint that a valid record names and that still exists is the recorded one."""
     found, examined = [], 0
     for event in evidence.view.checkpoints:
@@ -378,7 +396,7 @@ def checkpoints_match(evidence: Evidence, digest_of: Callable[[CheckpointSaved],
     return Check("checkpoints hold what was saved", examined, found)
 
 
-def _wrong_digest(recorded: str, look: Callable[[], Optional[str]]) -> tuple[str, bool]:
+def _wrong_digest(recorded: str, look: Callable[[], str | None]) -> tuple[str, bool]:
     """(what is wrong, whether there was anything to look at)."""
     try:
         held = look()

@@ -6,7 +6,7 @@ Memory: a few hundred bytes for each trained sample; payloads are opened one at 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from replay.ledger import LedgerEntry, RunView, read_ledger
@@ -41,7 +41,7 @@ class Sample(NamedTuple):
 
     uid: str = ""
     group_id: str = ""
-    trainable: list[VersionRun] = []
+    trainable: Sequence[VersionRun] = ()
     problem: str = ""
     gone: bool = False  # removed by retention: nothing can be said of it any more
 
@@ -76,7 +76,7 @@ def gather(log: EventLog, topics: Topics) -> Evidence:
     for partition in range(topics.partitions):
         _read_tasks(log, topics, partition, found)
         _read_groups(log, topics, partition, wanted_groups.get(partition, set()), found)
-        wanted = wanted_samples.get(partition, set())
+    for partition, wanted in wanted_samples.items():
         for offset, entry in entries_at(log, topics.name("trajectories"), partition, wanted):
             found.samples[partition, offset] = _sample(entry)
     for entry in entries(log, topics.name("dead"), 0):
@@ -94,17 +94,14 @@ def entries_at(
 
     None for an offset below the start: retention has removed it. One that is not there at all has a problem.
     """
-    try:
-        start, end = log.start(topic, partition), log.end(topic, partition)
-    except UnknownTopic:
-        start = end = 0
+    start, end = kept(log, topic, partition)
     left = sorted(offsets, reverse=True)
     while left:
         offset = left[-1]
-        if offset < start:
+        if 0 <= offset < start:
             yield left.pop(), None
             continue
-        if offset >= end:
+        if not 0 <= offset < end:
             yield left.pop(), Entry(offset, 0, None, f"{topic}/{partition} ends at {end}")
             continue
         try:
@@ -122,10 +119,16 @@ def entries_at(
             yield left.pop(), Entry(offset, 0, None, f"{topic}/{partition} has no record {offset}")
 
 
+def kept(log: EventLog, topic: str, partition: int) -> tuple[int, int]:
+    """(start, end) of a partition; (0, 0) when it does not exist."""
+    try:
+        return log.start(topic, partition), log.end(topic, partition)
+    except UnknownTopic:
+        return 0, 0
+
+
 def _whole(log: EventLog, topics: Topics) -> bool:
-    known = log.topics()
-    name = topics.name("tasks")
-    return all(log.start(name, partition) == 0 for partition in range(known.get(name, 0)))
+    return all(kept(log, topics.name("tasks"), partition)[0] == 0 for partition in range(topics.partitions))
 
 
 def _read_tasks(log: EventLog, topics: Topics, partition: int, found: Evidence) -> None:
@@ -148,10 +151,8 @@ def _read_groups(log: EventLog, topics: Topics, partition: int, wanted: set[int]
             members = {member.uid: (member.trajectory_offset, member.reward) for member in event.members}
             found.completed[partition, entry.offset] = Completed(event.group_id, members)
         _count_problem("groups", entry.problem, entry.unknown.type if entry.unknown else "", found)
-    start = log.start(topic, partition) if wanted else 0
-    for offset in wanted:
-        if offset < start:
-            found.completed[partition, offset] = None
+    start, _ = kept(log, topic, partition)
+    found.completed.update({(partition, offset): None for offset in wanted if 0 <= offset < start})
 
 
 def _sample(entry: Entry | None) -> Sample:

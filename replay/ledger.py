@@ -47,7 +47,9 @@ class LedgerEntry(NamedTuple):
     event: Event | None  # None: unreadable, or of a type that this reader does not know
     void: bool = False  # of an epoch that was not, or no longer, in charge
     problem: str = ""  # why there is no event
-    unknown_type: str = ""  # there is no event because a newer writer knows more types: passed over and counted
+    unknown_type: str = (
+        ""  # there is no event because a newer writer knows more types: passed over and counted
+    )
 
 
 class Cut(NamedTuple):
@@ -157,9 +159,7 @@ class LedgerReader:
         epoch = getattr(entry.event, "epoch", None)  # records of the command line and the feeder carry none
         void = epoch is not None and epoch != self.view.epoch
         unknown_type = entry.unknown.type if entry.unknown is not None else ""
-        judged = LedgerEntry(
-            entry.offset, entry.timestamp_ms, entry.event, void, entry.problem, unknown_type
-        )
+        judged = LedgerEntry(entry.offset, entry.timestamp_ms, entry.event, void, entry.problem, unknown_type)
         self.view.add(judged)
         return judged
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from replay.ledger import LedgerReader
 from replay.records import TopicReader, entries
 from replay.topics import PartitionRow, partition_rows
-from streams.events import Metrics, TaskDispatched
+from streams.events import Metrics, RewardAssigned, TaskDispatched
 from streams.log import EventLog
 from streams.topics import Topics
 
@@ -82,14 +82,13 @@ class RunProgress:
 
     @property
     def tokens_generated(self) -> float:
+        """As the engines count them, up to a second ago."""
         return sum(engine.tokens for engine in self.engines.values())
 
     @property
     def tokens_trained(self) -> int:
         return sum(
-            member.n_trainable_tokens
-            for _, group in self.view.groups_trained()
-            for member in group.members
+            member.n_trainable_tokens for _, group in self.view.groups_trained() for member in group.members
         )
 
     @property
@@ -111,6 +110,16 @@ class RunProgress:
                         break
             self._first_dispatch_ms = min(found, default=None)
         return self._first_dispatch_ms
+
+    def tokens_scored(self) -> int:
+        """Tokens that the policy sampled, over all scored samples; reads the whole topic of rewards."""
+        events = (
+            entry.event
+            for partition in range(self._topics.partitions)
+            for entry in entries(self._log, self._topics.name("rewards"), partition)
+        )
+        scored = {event.uid: event for event in events if isinstance(event, RewardAssigned)}
+        return sum(n_tokens for event in scored.values() for _, _, n_tokens in event.trainable_versions)
 
     def queues(self) -> dict[str, int]:
         """Records that wait before each stage, by the positions that it last hinted."""

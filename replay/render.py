@@ -78,7 +78,9 @@ def _trajectory(event: TrajectoryFinished) -> Fields:
     fields = _said(event)
     for name in ("group_id", "seq", "index", "attempt", "n_samples", "progress", "loss_mask"):
         fields.pop(name, None)
-    fields["versions"] = ",".join(f"e{epoch}v{version}×{n_tokens}" for epoch, version, n_tokens in event.versions)
+    fields["versions"] = ",".join(
+        f"e{epoch}v{version}×{n_tokens}" for epoch, version, n_tokens in event.versions
+    )
     for name, decode in _COLUMNS.items():
         if name in fields:
             fields[name] = _decoded(decode, fields[name])
@@ -122,7 +124,11 @@ def _published(event: WeightsPublished) -> Fields:
 
 def _metrics(event: Metrics) -> Fields:
     step = {"step": event.step} if event.step >= 0 else {}
-    return {"source": event.source, **step, **{name: round(value, 6) for name, value in sorted(event.values.items())}}
+    return {
+        "source": event.source,
+        **step,
+        **{name: round(value, 6) for name, value in sorted(event.values.items())},
+    }
 
 
 def _letter(event: DeadLetter) -> Fields:
@@ -278,7 +284,9 @@ _CODES: dict[str, Any] = {
     "s": lambda topic, partition, entry: _payload(entry),
     "S": lambda topic, partition, entry: str(len(entry.record.value) if entry.record is not None else 0),
     "T": lambda topic, partition, entry: str(entry.timestamp_ms),
-    "h": lambda topic, partition, entry: ",".join(f"{name}={value}" for name, value in _headers(entry).items()),
+    "h": lambda topic, partition, entry: ",".join(
+        f"{name}={value}" for name, value in _headers(entry).items()
+    ),
     "%": "%",
 }
 

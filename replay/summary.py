@@ -28,23 +28,28 @@ def summary_of(progress: RunProgress) -> dict[str, Any]:
     uids = Counter(member.uid for _, group in trained for member in group.members)
     ages = [member.staleness for _, group in trained for member in group.members if member.staleness >= 0]
     held_out = progress.evaluations
-    training = {each.step: each.values["reward_mean"] for each in progress.steps if "reward_mean" in each.values}
+    training = {
+        each.step: each.values["reward_mean"] for each in progress.steps if "reward_mean" in each.values
+    }
     wall_s = progress.wall_s
+    tokens = max(int(progress.tokens_generated), progress.tokens_scored())
     return {
         "run": view.run.run if view.run is not None else None,
         "finished": view.finished.reason if view.finished is not None else None,
         "first_reward": held_out[0].reward if held_out else None,
         "last_reward": _mean([each.reward for each in held_out if each.version > view.step - LAST_STEPS]),
         "first_training_reward": next(iter(training.values()), None),
-        "last_training_reward": _mean([reward for step, reward in training.items() if step > view.step - LAST_STEPS]),
+        "last_training_reward": _mean(
+            [reward for step, reward in training.items() if step > view.step - LAST_STEPS]
+        ),
         "steps": len(view.cuts),
         "steps_skipped": len(view.skipped),
         "version": view.version,
         "wall_s": round(wall_s, 3),
         f"seconds_to_{GOOD_REWARD}": _seconds_to(GOOD_REWARD, held_out, progress.first_dispatch_ms()),
-        "tokens_generated": int(progress.tokens_generated),
+        "tokens_generated": tokens,
         "tokens_trained": progress.tokens_trained,
-        "tokens_per_s": round(progress.tokens_generated / wall_s, 1) if wall_s else None,
+        "tokens_per_s": round(tokens / wall_s, 1) if wall_s else None,
         "groups_trained": len(trained),
         "groups_dropped": dict(sorted(Counter(each.drop.reason for each in view.drops).items())),
         "max_staleness_trained": max(ages, default=None),
@@ -74,7 +79,9 @@ def _engine_busy(progress: RunProgress) -> float | None:
     """Mean share of busy time of all engines while there were steps to be made."""
     cuts = progress.view.cuts
     until = cuts[-1].event.cut_ms if cuts else 0
-    return _mean([busy for engine in progress.engines.values() for at_ms, busy in engine.busy if at_ms <= until])
+    return _mean(
+        [busy for engine in progress.engines.values() for at_ms, busy in engine.busy if at_ms <= until]
+    )
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -128,7 +128,9 @@ class Tail:
             if ready:
                 _, partition = min(ready)
                 yield partition, self._waiting[partition].popleft()
-            elif self._ends is not None and all(r.position >= self._ends[p] for p, r in self._readers.items()):
+            elif self._ends is not None and all(
+                r.position >= self._ends[p] for p, r in self._readers.items()
+            ):
                 return
             elif not moved:
                 positions = {TopicPartition(self._topic, p): r.position for p, r in self._readers.items()}

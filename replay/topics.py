@@ -45,7 +45,11 @@ def as_json(rows: Sequence[PartitionRow]) -> str:
     """One JSON object a line, with the lag of each group."""
     return "".join(
         msgspec.json.encode(
-            {**msgspec.structs.asdict(row), "records": row.records, "lag": {name: row.lag(name) for name in row.groups}}
+            {
+                **msgspec.structs.asdict(row),
+                "records": row.records,
+                "lag": {name: row.lag(name) for name in row.groups},
+            }
         ).decode()
         + "\n"
         for row in rows
@@ -55,7 +59,9 @@ def as_json(rows: Sequence[PartitionRow]) -> str:
 def as_table(rows: Sequence[PartitionRow]) -> str:
     """Two tables: partitions, then the groups that read them (columns as kafka-consumer-groups has them)."""
     partitions = [("TOPIC", "PARTITION", "START", "END", "RECORDS")]
-    partitions += [(row.topic, str(row.partition), str(row.start), str(row.end), str(row.records)) for row in rows]
+    partitions += [
+        (row.topic, str(row.partition), str(row.start), str(row.end), str(row.records)) for row in rows
+    ]
     groups = [("GROUP", "TOPIC", "PARTITION", "CURRENT-OFFSET", "LOG-END-OFFSET", "LAG")]
     for name in sorted({name for row in rows for name in row.groups}):
         groups += [
@@ -71,7 +77,8 @@ def columns(table: Sequence[Sequence[str]]) -> str:
     """Cells in aligned columns, numbers to the right; the first row is the head."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     numeric = [
-        len(table) > 1 and all(cell.lstrip("-").replace(".", "", 1).isdecimal() or cell == "-" for cell in column[1:])
+        len(table) > 1
+        and all(cell.lstrip("-").replace(".", "", 1).isdecimal() or cell == "-" for cell in column[1:])
         for column in zip(*table, strict=True)
     ]
     lines = []

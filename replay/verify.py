@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,8 +26,8 @@ from streams.topics import Topics
 SHOWN = 20  # violations of one check in the table's appendix; --json has all
 
 # What the file of a published version, or of a checkpoint, holds now; None when it is no longer there.
-DigestOfWeights = Callable[[WeightsPublished], Optional[str]]
-DigestOfCheckpoint = Callable[[CheckpointSaved], Optional[str]]
+DigestOfWeights = Callable[[WeightsPublished], str | None]
+DigestOfCheckpoint = Callable[[CheckpointSaved], str | None]
 
 CHECKS: Sequence[Callable[[Evidence], Check]] = (
     checks.ledger_is_readable,
@@ -65,7 +65,9 @@ class Report(NamedTuple):
                 lines += [f"  … and {more} more (--json lists all)"] if more > 0 else []
                 parts.append("\n".join([f"VIOLATED: {check.name}", *lines]) + "\n")
         if self.notes:
-            parts.append(columns([("COUNTED", ""), *((name, str(count)) for name, count in self.notes.items())]))
+            parts.append(
+                columns([("COUNTED", ""), *((name, str(count)) for name, count in self.notes.items())])
+            )
         return "\n".join(parts)
 
     def as_json(self) -> str:
@@ -77,7 +79,9 @@ class Report(NamedTuple):
             }
             for check in self.checks
         ]
-        return msgspec.json.encode({"holds": self.holds, "checks": found, "counted": self.notes}).decode() + "\n"
+        return (
+            msgspec.json.encode({"holds": self.holds, "checks": found, "counted": self.notes}).decode() + "\n"
+        )
 
 
 def verify(

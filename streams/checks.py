@@ -35,20 +35,19 @@ def check_records(records: Sequence[NewRecord], max_record_bytes: int) -> None:
     """
     if not records:
         raise LogError("an append needs at least one record, got none")
-    for index, record in enumerate(records):
-        if not isinstance(record.value, bytes):
-            raise TypeError(f"record {index} of the append: value must be bytes, got {type(record.value)}")
-        size = len(record.value)
-        for name, value in record.headers:
-            if not (isinstance(name, str) and isinstance(value, bytes)):
-                raise TypeError(f"record {index} of the append: header {name!r} must be a str with bytes")
-            size += len(name) + len(value)
-        if record.timestamp_ms is not None and abs(record.timestamp_ms) > MAX_TIMESTAMP_MS:
-            raise ValueError(f"record {index} of the append: timestamp_ms is {record.timestamp_ms}")
+    for index, (value, headers, timestamp_ms) in enumerate(records):
+        size, known = len(value), type(value) is bytes
+        for name, content in headers:
+            size += len(name) + len(content)
+            known = known and type(name) is str and type(content) is bytes
+        if not known:
+            raise TypeError(f"record {index} of the append: value and headers must be bytes, names str")
         if size > max_record_bytes:
             raise RecordTooLarge(
                 f"record {index} of the append is {size} bytes; the limit of this log is {max_record_bytes}"
             )
+        if timestamp_ms is not None and abs(timestamp_ms) > MAX_TIMESTAMP_MS:
+            raise ValueError(f"record {index} of the append: timestamp_ms is {timestamp_ms}")
 
 
 def no_such(topic: str, partition: int, topics: dict[str, int]) -> UnknownTopic:

@@ -21,14 +21,16 @@ import msgspec
 import zstandard
 
 from streams.errors import CodecError, OverCap, SchemaTooNew
-from streams.events import EVENT_TYPES, SCHEMA_MAJOR, SCHEMA_MINOR, Event, tag_of
+from streams.events import EVENT_TYPES, SCHEMA_MAJOR, SCHEMA_MINOR, Event
 from streams.log import NewRecord, Record
 
 DEFAULT_CAP = 64 << 20  # bytes a value may have once it is opened
 COMPRESS_FROM = 512  # bytes; smaller values gain nothing
 _LEVEL = 1  # measured: no level above 1 pays for token columns
 
-_SCHEMA = f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}".encode()
+_SCHEMA_HEADER = ("schema", f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}".encode())
+_TYPE_HEADERS = {kind: ("type", tag.encode()) for tag, kind in EVENT_TYPES.items()}
+_ZSTD_HEADER = ("enc", b"zstd")
 
 Upcast = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -56,7 +58,7 @@ _local = threading.local()
 def encode(event: Event, *, producer: str, timestamp_ms: int | None = None) -> NewRecord:
     """The record of one event. Large values are compressed."""
     value = _encoder.encode(event)
-    headers = [("schema", _SCHEMA), ("type", tag_of(event).encode()), ("by", producer.encode()[:64])]
+    headers = [_SCHEMA_HEADER, _TYPE_HEADERS[type(event)], ("by", producer.encode()[:64])]
     identity = getattr(event, "uid", "") or getattr(event, "group_id", "")
     if identity:
         headers.append(("id", identity.encode()[:120]))
@@ -64,7 +66,7 @@ def encode(event: Event, *, producer: str, timestamp_ms: int | None = None) -> N
         packed = _compressor().compress(value)
         if len(packed) < len(value):
             value = packed
-            headers.append(("enc", b"zstd"))
+            headers.append(_ZSTD_HEADER)
     return NewRecord(value, tuple(headers), timestamp_ms)
 
 

@@ -95,7 +95,7 @@ class MemberOf(Event, frozen=True, kw_only=True):
 
 
 class TrajectoryFinished(MemberOf, frozen=True, kw_only=True, tag="trajectory_finished"):
-    """One generated sequence. Columns as in streams/columns.py; build it with `streams.trajectory.trajectory`."""
+    """One generated sequence. Columns as in streams/columns.py; build it with `streams.trajectory.pack`."""
 
     prompt_ids: bytes  # ids [P]
     response_ids: bytes  # ids [L]: what the engine sampled and what the environment answered

@@ -18,6 +18,7 @@ from streams.columns import LogprobFormat, VersionRun
 from streams.errors import CodecError, InvalidEvent
 from streams.events import Progress, TrajectoryFinished
 
+_MINUS_INF = 0xFF800000  # bits of float32 -inf
 LOGPROB_TOLERANCE = 1e-4  # a log-prob may be this much above 0 from rounding
 
 
@@ -169,16 +170,16 @@ def _logprobs(values: Any, mask: NDArray[np.bool_], uid: str) -> NDArray[np.floa
         for index, value in enumerate(values):
             if value is None or isinstance(value, (str, bool)):
                 raise InvalidEvent("missing_logprob", f"log-prob {value!r} at index {index}", uid=uid)
-    array = np.asarray(values, dtype=np.float32)
+    array = np.ascontiguousarray(values, dtype=np.float32)
     if array.shape != mask.shape:
         raise InvalidEvent(
             "length_mismatch", f"log-probs {array.size}≠{len(mask)} response tokens", uid=uid
         )
-    if not np.logical_and.reduce(mask):
+    if not columns.is_full(mask):
         array = np.where(mask, array, np.float32(0))
-    # two passes find every bad value: NaN and +inf survive a maximum, -inf a minimum
-    highest, lowest = np.maximum.reduce(array), np.minimum.reduce(array)
-    if highest <= 0 and lowest > -np.inf:
+    # As integers, positive floats (and positive NaN) are positive; as unsigned ones, -inf and negative NaN are
+    # the largest. So two integer passes find every value that is not finite and <= 0.
+    if np.maximum.reduce(array.view(np.int32)) <= 0 and np.maximum.reduce(array.view(np.uint32)) < _MINUS_INF:
         return array
     _refuse_logprobs(array, uid)
     return np.minimum(array, np.float32(0))

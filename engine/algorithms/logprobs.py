@@ -45,7 +45,7 @@ class FlatBatch(NamedTuple):
 class MicroBatch(NamedTuple):
     """One forward: B rows of T tokens, n of them trained."""
 
-    ids: Tensor  # int64 [B, T], right-padded with 0
+    ids: Tensor  # int64 [B, T], padded on the right with the row's first token
     positions: Tensor  # int64 [n] into B·T
     targets: Tensor  # int64 [n]
     tokens: NDArray[np.int64]  # [n] places in the FlatBatch
@@ -92,11 +92,8 @@ def micro_batches(
     """
     rows = chosen[flat.fed[chosen] > 0]
     rows = rows[np.argsort(flat.fed[rows], kind="stable")]
-    begin = 0
-    for end in range(1, len(rows) + 1):
-        if end == len(rows) or _ends_before(flat.fed[rows[begin]], flat.fed[rows[end - 1 : end + 1]], end - begin, max_tokens):
-            yield _micro_batch(flat, rows[begin:end], device)
-            begin = end
+    for begin, end in _runs(flat.fed[rows].tolist(), max_tokens):
+        yield _micro_batch(flat, rows[begin:end], device)
 
 
 def token_logprobs(
@@ -118,3 +115,64 @@ def token_logprobs(
         # −Σ p log p; a forbidden token has log p = −inf, and 0 · −inf would be NaN
         entropy = -(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1)
     return TokenLogprobs(logprobs, entropy)
+
+
+def _logits_at(model: Any, batch: MicroBatch) -> Tensor:
+    """Logits [n, V] of the trained positions, from a Hugging Face causal language model."""
+
+    def keep_trained(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden = inputs[0]  # [B, T, H]
+        return (
+            hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.positions).unsqueeze(0),
+            *inputs[1:],
+        )
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(keep_trained)
+    try:
+        logits = model(input_ids=batch.ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    if logits.shape[:2] != (1, len(batch.positions)):
+        raise ValueError(
+            f"{type(model).__name__} gave logits {list(logits.shape)} for {len(batch.positions)} positions: "
+            "its output layer is not applied to each position by itself"
+        )
+    return logits[0]
+
+
+def _runs(lengths: list[int], max_tokens: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the rows that go together; `lengths` ascend."""
+    begin = 0
+    for at in range(1, len(lengths)):
+        count = at - begin
+        padding = count * (lengths[at] - lengths[at - 1])
+        if (count + 1) * lengths[at] > max_tokens or padding > FORWARD_OVERHEAD_TOKENS:
+            yield begin, at
+            begin = at
+    if lengths:
+        yield begin, len(lengths)
+
+
+def _micro_batch(flat: FlatBatch, rows: NDArray[np.int64], device: torch.device) -> MicroBatch:
+    length = int(flat.fed[rows].max())
+    columns = np.arange(length)
+    is_fed = columns < flat.fed[rows][:, None]
+    ids = flat.ids[flat.row_starts[rows][:, None] + columns * is_fed]
+    counts = flat.token_starts[rows + 1] - flat.token_starts[rows]
+    row_of_token = np.repeat(np.arange(len(rows)), counts)
+    tokens = np.arange(counts.sum()) + np.repeat(flat.token_starts[rows] - _starts(counts)[:-1], counts)
+    return MicroBatch(
+        ids=torch.from_numpy(ids).to(device),
+        positions=torch.from_numpy(row_of_token * length + flat.column[tokens]).to(device),
+        targets=torch.from_numpy(flat.targets[tokens]).to(device),
+        tokens=tokens,
+    )
+
+
+def _starts(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each part begins, and the end of the last: int64 [len + 1]."""
+    return np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+
+
+def _concatenate(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)

@@ -77,7 +77,7 @@ def decoupled_ppo(inputs: TokenInputs, settings: LossSettings) -> TokenLoss:
 
 
 def tis(inputs: TokenInputs, settings: LossSettings) -> TokenLoss:
-    """REINFORCE with truncated importance sampling: Ionides 2008, "Truncated importance sampling", section 2.
+    """REINFORCE with truncated importance sampling (Ionides 2008, "Truncated importance sampling").
 
     The gradient is min(π/μ, C)·A·∇log π, the policy term of V-trace (IMPALA, arXiv 1802.01561, section 4.2).
     """

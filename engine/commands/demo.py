@@ -78,7 +78,9 @@ def execute(args: argparse.Namespace) -> int:
     from engine.tasks import get_task
 
     if args.slow_tools < 0 or (args.slow_tools and args.task != "guess"):
-        raise ConfigError(f"--slow-tools {args.slow_tools}: a sigma above 0, and only --task guess uses tools")
+        raise ConfigError(
+            f"--slow-tools {args.slow_tools}: a sigma above 0, and only --task guess uses tools"
+        )
     task = get_task(args.task)
     config = demo_config(
         task,

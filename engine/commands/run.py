@@ -21,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--launcher", choices=("local",), default="local", help="where the daemons run (default local)"
     )
-    parser.add_argument(
-        "--plain", action="store_true", help="log lines instead of the live view"
-    )
+    parser.add_argument("--plain", action="store_true", help="log lines instead of the live view")
     parser.add_argument(
         "--threads",
         metavar="N",

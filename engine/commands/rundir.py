@@ -77,5 +77,7 @@ def differences(recorded: Config, asked: Config) -> list[str]:
     """One line for each setting of the run's data that is not the same."""
     ours, theirs = run_data(asked), run_data(recorded)
     return [
-        f"{key}: the run has {theirs[key]!r}, asked for {ours[key]!r}" for key in ours if ours[key] != theirs[key]
+        f"{key}: the run has {theirs[key]!r}, asked for {ours[key]!r}"
+        for key in ours
+        if ours[key] != theirs[key]
     ]

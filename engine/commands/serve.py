@@ -37,7 +37,9 @@ def parse_replica(text: str) -> tuple[int, int]:
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not I/N, as in 0/2")
     if int(index) >= int(count):
-        raise argparse.ArgumentTypeError(f"{text!r}: of {count} replicas the last is {int(count) - 1}/{count}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: of {count} replicas the last is {int(count) - 1}/{count}"
+        )
     return int(index), int(count)
 
 

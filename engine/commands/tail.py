@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="beginning",
         help="beginning (default), end, N, -N for the last N of each partition, @time (milliseconds or RFC 3339)",
     )
-    parser.add_argument("-e", "--exit", action="store_true", help="exit at the end instead of waiting for more")
+    parser.add_argument(
+        "-e", "--exit", action="store_true", help="exit at the end instead of waiting for more"
+    )
     parser.add_argument("-c", "--count", metavar="N", type=_count, help="exit after N records")
     parser.add_argument("-p", "--partition", metavar="P", type=int, help="only this partition")
     parser.add_argument("-g", "--group", metavar="ID", help="only records that name this group")

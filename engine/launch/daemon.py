@@ -53,7 +53,9 @@ class Process:
     def exit_code(self) -> int | None:
         """None while it runs; then its exit code, or minus the number of the signal that ended it."""
         if self._popen.returncode is None and self._has_ended():
-            self._signal_group(signal.SIGKILL)  # before it is reaped, so that the group's number is still its own
+            self._signal_group(
+                signal.SIGKILL
+            )  # before it is reaped, so that the group's number is still its own
             self._popen.wait()
         return self._popen.returncode
 
@@ -69,6 +71,8 @@ class Process:
             self._popen.wait()
 
     def _has_ended(self) -> bool:
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return self._popen.poll() is not None
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _signal_group(self, number: int) -> None:

@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -133,7 +134,9 @@ class LocalLauncher:
         if running and time.monotonic() - self._trainer_ended < FINISH_S:
             return None
         if running:
-            logger.warning("%s did not end by themselves %.0f s after the trainer", ", ".join(running), FINISH_S)
+            logger.warning(
+                "%s did not end by themselves %.0f s after the trainer", ", ".join(running), FINISH_S
+            )
         return Outcome(0)
 
     def close(self) -> None:
@@ -199,10 +202,12 @@ class LocalLauncher:
         pause = min(FIRST_PAUSE_S * 2**daemon.early_ends, LONGEST_PAUSE_S)
         daemon.early_ends += 1
         daemon.start_at = now + pause
-        logger.warning("%s ended before the run has finished; starting it again in %.1f s", daemon.spec.name, pause)
+        logger.warning(
+            "%s ended before the run has finished; starting it again in %.1f s", daemon.spec.name, pause
+        )
 
     def _failed(self, daemon: _Daemon, failure: Failure) -> Outcome | None:
-        self._failures = self._open_failures(failure.at) + [failure]
+        self._failures = [*self._open_failures(failure.at), failure]
         window = failure.at - self._limits.window_s
         daemon.restarts = [at for at in daemon.restarts if at > window]
         if failure.code == WRONG_CONFIG:
@@ -213,14 +218,14 @@ class LocalLauncher:
         daemon.restarts.append(failure.at)
         daemon.start_at = failure.at + pause
         logger.warning(
-            "%s (%s); starting it again in %.1f s, restart %d of at most %d in %.0f s\n%s",
+            "%s: %s; starting it again in %.1f s, restart %d of at most %d in %.0f s (%s)",
             failure.sentence(),
-            self.run_dir / "logs" / f"{failure.name}.log",
+            failure.last_words.rpartition("\n")[2],
             pause,
             len(daemon.restarts),
             self._limits.max_restarts,
             self._limits.window_s,
-            failure.last_words,
+            self.run_dir / "logs" / f"{failure.name}.log",
         )
         return None
 
@@ -242,7 +247,8 @@ class LocalLauncher:
         first, later = failures[0], failures[1:]
         lines = [f"{first.sentence()}: {self.run_dir / 'logs' / f'{first.name}.log'}", first.last_words]
         if later:
-            lines.append("after it: " + "; ".join(failure.sentence() for failure in later))
+            counts = Counter(failure.sentence() for failure in later)
+            lines.append("after it: " + "; ".join(f"{each} ({times}×)" for each, times in counts.items()))
         return "\n".join(line for line in lines if line)
 
     # ------------------------------------------------------------------ surroundings
@@ -282,8 +288,7 @@ def daemons_of(config: Config) -> list[DaemonSpec]:
 
 def has_evaluator(config: Config) -> bool:
     """Whether held-out prompts were given."""
-    evaluation = getattr(config, "eval", None)
-    return bool(evaluation is not None and evaluation.path)
+    return bool(config.eval.path)
 
 
 def _environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:

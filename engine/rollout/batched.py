@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from engine.interfaces import Completion, EngineError, Sampling, WeightsId
-from engine.rollout.loading import ENGINE_CLOSED, ENGINE_DIED, PauseMode, load_verified, weights_id
+from engine.rollout.loading import ENGINE_CLOSED, ENGINE_DIED, NO_WEIGHTS, PauseMode, load_verified, weights_id
 from engine.rollout.torch_decoder import Decoder, Outcome, Request
 from engine.rollout.torch_model import ServedModel
 from streams.events import WeightsPublished
@@ -81,6 +81,8 @@ class BatchedEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
         self._check_open()
+        if self._decoder.held is None:
+            raise EngineError(NO_WEIGHTS, f"{self.name} holds no weights yet")
         self._loop = loop = asyncio.get_running_loop()
         # a copy: the caller's list grows while this request may have to be recomputed
         request = Request(list(prompt_ids), sampling, request_id, self.seed)

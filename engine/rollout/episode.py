@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 from engine.interfaces import Completion
 from streams.columns import VersionRun
 from streams.errors import InvalidEvent
@@ -178,10 +180,10 @@ class Episode:
             attempt=task.attempt,
             n_samples=task.n_samples,
             task_offset=task_offset,
-            prompt_ids=self.prompt_ids,
-            response_ids=self.ids,
-            logprobs=self.logprobs,
-            loss_mask=self.mask,
+            prompt_ids=np.array(self.prompt_ids, np.int64),
+            response_ids=np.array(self.ids, np.int64),
+            logprobs=np.array(self.logprobs, np.float32),
+            loss_mask=np.array(self.mask, bool),
             versions=self.versions,
             finish_reason=finish_reason,
             response=response,

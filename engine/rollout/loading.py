@@ -13,6 +13,7 @@ from streams.events import WeightsPublished
 ENGINE_CLOSED, ENGINE_DIED = "engine_closed", "engine_died"
 FATAL = frozenset({ENGINE_CLOSED, ENGINE_DIED})
 
+NO_WEIGHTS = "no_weights"
 WEIGHTS_UNREADABLE, WEIGHTS_MISMATCH = "weights_unreadable", "weights_mismatch"
 
 PauseMode = Literal["retract", "in_place", "abort"]

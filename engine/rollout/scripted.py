@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from engine.interfaces import Completion, EngineError, Sampling, WeightsId
-from engine.rollout.loading import ENGINE_CLOSED, PauseMode, load_verified, weights_id
+from engine.rollout.loading import ENGINE_CLOSED, NO_WEIGHTS, PauseMode, load_verified, weights_id
 from engine.rollout.text import ByteTokenizer, TokenText, WordTokenizer
 from streams.columns import VersionRun, merge_runs
 from streams.errors import ConfigError
@@ -67,7 +67,7 @@ class ScriptedEngine:
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
         self._check_open()
         if self._held is None:
-            raise EngineError("no_weights", f"{self.name} holds no weights yet")
+            raise EngineError(NO_WEIGHTS, f"{self.name} holds no weights yet")
         started = time.monotonic()
         rng = random.Random(f"{self._seed}/{request_id}")
         ids, logprobs = self._answer(prompt_ids, sampling, rng, self._weights)

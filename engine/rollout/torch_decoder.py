@@ -174,32 +174,19 @@ class Decoder:
         for request in requests:
             if request.is_cancelled:
                 continue
-            error = self._refusal(request)
-            if error is not None:
+            try:
+                request.max_tokens = self.model.most_tokens(request.prompt_ids, request.max_tokens)
+            except EngineError as error:
                 outcomes.append((request, error))
-            else:
-                prompts = single if request.max_tokens == 1 else several
-                prompts.setdefault(tuple(request.prompt_ids), []).append(request)
+                continue
+            prompts = single if request.max_tokens == 1 else several
+            prompts.setdefault(tuple(request.prompt_ids), []).append(request)
         for prompts in (single, several):
             found = list(prompts)
             for places in in_chunks([len(each) for each in found], self.max_forward_tokens):
                 chunk = [found[place] for place in places]
                 outcomes += self._first_tokens(chunk, [prompts[each] for each in chunk], join=prompts is several)
         return outcomes
-
-    def _refusal(self, request: Request) -> EngineError | None:
-        ids = request.prompt_ids
-        room = self.model.max_length - len(ids)
-        if self.held is None:
-            return EngineError("no_weights", "no version of the weights is held yet")
-        if not ids or request.max_tokens < 1:
-            return EngineError("bad_request", f"{len(ids)} prompt tokens, max_tokens {request.max_tokens}")
-        if min(ids) < 0 or max(ids) >= self.model.vocab_size:
-            return EngineError("bad_request", f"prompt ids must be in [0, {self.model.vocab_size})")
-        if room < 1:
-            return EngineError("prompt_too_long", f"{len(ids)} prompt tokens, the model takes {self.model.max_length}")
-        request.max_tokens = min(request.max_tokens, room)
-        return None
 
     def _prefill(self, sequences: Sequence[Sequence[int]], kept: NDArray[np.int64], use_cache: bool = True) -> Any:
         input_ids = torch.from_numpy(padded(sequences)).to(self.model.device)

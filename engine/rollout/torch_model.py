@@ -59,6 +59,17 @@ class ServedModel:
         rows = torch.arange(len(ends), device=self.device)
         return output.logits[rows, torch.from_numpy(places).to(self.device)]
 
+    def most_tokens(self, prompt_ids: Sequence[int], max_tokens: int) -> int:
+        """How many tokens may follow this prompt, at most `max_tokens`. Raises EngineError if it cannot be served."""
+        if not prompt_ids or max_tokens < 1:
+            raise EngineError("bad_request", f"{len(prompt_ids)} prompt tokens, max_tokens {max_tokens}")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self.vocab_size:
+            raise EngineError("bad_request", f"prompt ids must be in [0, {self.vocab_size})")
+        room = self.max_length - len(prompt_ids)
+        if room < 1:
+            raise EngineError("prompt_too_long", f"{len(prompt_ids)} prompt tokens, the model takes {self.max_length}")
+        return min(max_tokens, room)
+
     # -- weights
     def check(self, tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """These weights on the model's device and in its type, ready for `swap`.

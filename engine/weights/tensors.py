@@ -93,12 +93,12 @@ def raw(tensor: Any) -> RawTensor:
 
 def snapshot(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Copies in main memory that later steps do not change. What is tied stays tied."""
-    copies: dict[tuple[int, ...], Any] = {}
+    copies: dict[tuple[Any, ...], Any] = {}
     taken = {}
     for name, tensor in tensors.items():
         array = type(tensor).__module__.partition(".")[0] == "numpy"
         memory = _memory_of_array(tensor) if array else _memory_of_torch(tensor)
-        key = (*memory, *tensor.shape)
+        key = (memory, str(tensor.dtype), tuple(tensor.shape))
         if key not in copies:
             copies[key] = tensor.copy() if array else tensor.detach().to("cpu", copy=True)
         taken[name] = copies[key]

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from streams.embedded.segment import NewBytes
+from streams.embedded.segment import Prepared
 from streams.errors import LogClosed, LogUnavailable
 from streams.log import TopicPartition
 
@@ -28,11 +28,11 @@ _GROUP_BYTES = 8 << 20  # of one write
 class Append:
     """One queued call. `size` is its bytes on disk."""
 
-    __slots__ = ("future", "records", "size")
+    __slots__ = ("future", "prepared", "size")
 
-    def __init__(self, records: list[NewBytes]) -> None:
-        self.records = records
-        self.size = sum(record.size for record in records)
+    def __init__(self, prepared: Prepared) -> None:
+        self.prepared = prepared
+        self.size = prepared.size
         self.future: Future[int] = Future()
         self.future.set_running_or_notify_cancel()  # cancel() could not be kept: it may be on disk already
 

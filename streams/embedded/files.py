@@ -16,6 +16,7 @@ fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has none
 
 _MAX_PARTS = 1024  # IOV_MAX of Linux and macOS
 _JOINED_BYTES = 128 << 10
+_SMALL_PART = 2048
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -55,7 +56,7 @@ def write_at(fd: int, data: bytes, position: int) -> None:
 
 def write_parts(fd: int, parts: Sequence[bytes], size: int, position: int) -> None:
     """Write the parts one after the other: small ones as one copy, large ones from where they are."""
-    if size <= _JOINED_BYTES:
+    if size < max(_JOINED_BYTES, _SMALL_PART * len(parts)):
         write_at(fd, b"".join(parts), position)
         return
     for first in range(0, len(parts), _MAX_PARTS):

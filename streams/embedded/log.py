@@ -33,7 +33,7 @@ from streams.embedded.committer import Append, Committer
 from streams.embedded.files import storage, storage_error
 from streams.embedded.mark import Mark, MarkDamaged
 from streams.embedded.reader import PartitionReader
-from streams.embedded.segment import NewBytes, encode_headers
+from streams.embedded.segment import HEAD, NewBytes, Prepared, encode_headers, payload_crc
 from streams.embedded.writer import PartitionWriter, create_partition
 from streams.errors import LogClosed, LogError, LogUnavailable, RecordTooLarge
 from streams.log import DEFAULT_TIMEOUT, Batch, EventLog, NewRecord, TopicPartition
@@ -157,7 +157,7 @@ class EmbeddedLog(EventLog):
         assert writer is not None
         while appends:
             try:
-                offset, count = writer.append([append.records for append in appends])
+                offset, count = writer.append([append.prepared for append in appends])
             except (LogError, OSError) as error:
                 if isinstance(error, OSError):
                     error = storage_error(error, self._catalog.partition_folder(*place), "an append")
@@ -166,7 +166,7 @@ class EmbeddedLog(EventLog):
                 return
             for append in appends[:count]:
                 append.future.set_result(offset)
-                offset += len(append.records)
+                offset += len(append.prepared.records)
             appends = appends[count:]
 
     # -- reading
@@ -325,17 +325,18 @@ class EmbeddedLog(EventLog):
 
 
 def _prepared(records: Sequence[NewRecord]) -> Append:
-    """Headers are encoded by the caller's thread, before the append is queued."""
+    """Headers and checksums are made by the caller's thread, while the committer's waits for the disk."""
     prepared: list[NewBytes] = []
+    size = len(records) * HEAD.size
     for value, headers, timestamp_ms in records:
         raw = encode_headers(headers) if headers else b""
         if len(raw) > _MAX_HEADERS:
             raise RecordTooLarge(f"headers take {len(raw)} bytes; the limit of a record is {_MAX_HEADERS}")
-        prepared.append(NewBytes(timestamp_ms, raw, value))
-    append = Append(prepared)
-    if append.size > MAX_APPEND_BYTES:
-        raise RecordTooLarge(f"an append of {append.size} bytes; the limit of a call is {MAX_APPEND_BYTES}")
-    return append
+        prepared.append((timestamp_ms, raw, value, payload_crc(raw, value)))
+        size += len(raw) + len(value)
+    if size > MAX_APPEND_BYTES:
+        raise RecordTooLarge(f"an append of {size} bytes; the limit of a call is {MAX_APPEND_BYTES}")
+    return Append(Prepared(prepared, size))
 
 
 def _renew_after_fork() -> None:

@@ -20,6 +20,8 @@ from streams.errors import CorruptRecord, LogError, OffsetOutOfRange
 from streams.log import Batch, Record
 
 _READ_BYTES = 512 << 10  # one read of the disk, unless a record is larger
+_LEAST_READ = 4096
+_LARGE_RECORD = 64 << 10  # from here on records are read one by one, without a copy
 _OPEN_SEGMENTS = 4
 _CURSORS = 256
 
@@ -34,6 +36,7 @@ class PartitionReader:
         self._lock = threading.Lock()
         self._bases: list[int] = []
         self._fds: dict[int, int] = {}
+        self._record_bytes = 1024  # of the last records read: a guess for the next read
         self._cursors: dict[int, tuple[int, int]] = {}  # offset -> (base, position)
 
     def read(self, position: int, max_records: int, max_bytes: int) -> Batch:
@@ -56,26 +59,34 @@ class PartitionReader:
             fd = self._open(base)
             limit = self._limit(base, fd, state)
             at = self._locate(fd, base, offset, limit)
-            used = 0
-            if at is not None:
-                data = os.pread(fd, min(limit - at, _READ_BYTES, max(max_bytes, 4096)), at)
-                left = max_records - len(records)
-                used = segments.decode(data, self._topic, self._partition, offset, left, max_bytes, records)
-                if used == 0 and not records:
-                    head = segments.read_head(fd, at)
-                    if head is not None and len(data) < head.stop - at <= limit - at:
-                        data = os.pread(fd, head.stop - at, at)
-                        used = segments.decode(
-                            data, self._topic, self._partition, offset, 1, max_bytes, records
-                        )
-            if used == 0:
+            if at is None:
+                used = 0
+            elif records and self._record_bytes > max_bytes:
+                break
+            else:
+                used = self._read_some(fd, at, limit, offset, max_records - len(records), max_bytes, records)
+            if used == 0 or at is None:
                 if records:
                     break
                 raise self._damaged(state, offset, base, at, "its checksum or its place is wrong")
+            self._record_bytes = used // (first + len(records) - offset)
             offset = first + len(records)
             max_bytes -= used
-            self._remember(offset, base, at + used)  # type: ignore[operator]
+            self._remember(offset, base, at + used)
         return Batch(records, offset)
+
+    def _read_some(
+        self, fd: int, at: int, limit: int, offset: int, max_records: int, max_bytes: int, out: list[Record]
+    ) -> int:
+        """Append records from byte `at` on to `out`, from one read of the disk; returns the bytes used."""
+        used = 0
+        if self._record_bytes < _LARGE_RECORD:
+            size = min(limit - at, _READ_BYTES, max_bytes, (self._record_bytes + 64) * max_records)
+            data = os.pread(fd, max(size, min(limit - at, _LEAST_READ)), at)
+            used = segments.decode(data, self._topic, self._partition, offset, max_records, max_bytes, out)
+        if used == 0:  # large, or larger than was guessed
+            used = segments.read_one(fd, at, limit, self._topic, self._partition, offset, out)
+        return used
 
     def offset_at(self, timestamp_ms: int) -> int:
         """Offset of the first record with that timestamp or a later one."""

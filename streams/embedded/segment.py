@@ -8,8 +8,9 @@
     index     <base offset>.idx: one entry for every INDEX_SPACING bytes of records
       entry   offset - base u32 · position of the record u32 · newest timestamp before the record i64
 
-`length` counts what follows the crc, the crc covers the same bytes. A record whose MORE flag is set is
-followed by more of the same append: recovery takes an append as a whole or not at all.
+`length` counts what follows the crc. The crc covers the same bytes, first headers and value, then offset to
+flags: so the long part is done by the thread that submits, before the offset is known. A record whose MORE flag
+is set is followed by more of the same append: recovery takes an append as a whole or not at all.
 The index only makes look-ups faster: entries may be missing, and each is checked against the record.
 "newest timestamp" is a running maximum over the partition, so that look-up by time stays exact when
 writers give their own timestamps or clocks step back.
@@ -36,16 +37,16 @@ MORE = 1  # flag: the next record belongs to the same append
 HEADER = Struct("<4sHHqqI4x")
 _HEADER_BODY = Struct("<4sHHqq")
 _PREFIX = Struct("<II")
-_BODY = Struct("<qqHH")
+_FIXED = Struct("<qqHH")
 HEAD = Struct("<IIqqHH")
 INDEX_ENTRY = Struct("<IIq")
 
 RECORDS_AT = HEADER.size  # position of a segment's first record
-MIN_LENGTH = _BODY.size  # smallest `length` of a record
+MIN_LENGTH = _FIXED.size  # smallest `length` of a record
 INDEX_SPACING = 4096
 NO_TIMESTAMP = -(1 << 63)  # before any record
 _SCAN_BYTES = 64 << 10
-_COPIED_BELOW = 8192  # a larger value is written from where it is
+_HEADERS_READ = 512  # enough for a head and usual headers
 
 encode_headers = msgspec.msgpack.Encoder().encode
 decode_headers = msgspec.msgpack.Decoder(Headers).decode
@@ -53,16 +54,14 @@ decode_headers = msgspec.msgpack.Decoder(Headers).decode
 _new_tuple = tuple.__new__
 
 
-class NewBytes(NamedTuple):
-    """A record of a queued append, before it has an offset."""
+NewBytes = tuple[int | None, bytes, bytes, int]  # timestamp, encoded headers, value, crc of these two
 
-    timestamp_ms: int | None
-    headers: bytes
-    value: bytes
 
-    @property
-    def size(self) -> int:
-        return HEAD.size + len(self.headers) + len(self.value)
+class Prepared(NamedTuple):
+    """The records of one append, ready but for their offsets and timestamps."""
+
+    records: list[NewBytes]
+    size: int  # bytes on disk
 
 
 class Encoded(NamedTuple):
@@ -123,8 +122,12 @@ def newest_before(fd: int, path: Path) -> int | None:
     return newest_ms
 
 
+def payload_crc(headers: bytes, value: bytes) -> int:
+    return zlib.crc32(value, zlib.crc32(headers))
+
+
 def encode(
-    appends: Sequence[Sequence[NewBytes]],
+    appends: Sequence[Prepared],
     *,
     base: int,
     offset: int,
@@ -134,13 +137,13 @@ def encode(
     indexed_at: int,
 ) -> Encoded:
     """Bytes of whole appends that start with `offset` at `position` of the segment `base`."""
-    crc32, pack_body, pack_prefix = zlib.crc32, _BODY.pack, _PREFIX.pack
+    crc32, pack_fixed, pack_prefix = zlib.crc32, _FIXED.pack, _PREFIX.pack
     parts: list[bytes] = []
     index: list[bytes] = []
     begin = position
-    for append in appends:
-        left = len(append)
-        for timestamp_ms, headers, value in append:
+    for records, _ in appends:
+        left = len(records)
+        for timestamp_ms, headers, value, crc in records:
             left -= 1
             if position - indexed_at >= INDEX_SPACING:
                 index.append(INDEX_ENTRY.pack(offset - base, position, newest_ms))
@@ -149,13 +152,9 @@ def encode(
                 timestamp_ms = newest_ms if newest_ms > now_ms else now_ms
             if timestamp_ms > newest_ms:
                 newest_ms = timestamp_ms
-            body = pack_body(offset, timestamp_ms, len(headers), MORE if left else 0) + headers
-            length = len(body) + len(value)
-            head = pack_prefix(length, crc32(value, crc32(body))) + body
-            if length < _COPIED_BELOW:
-                parts.append(head + value)
-            else:
-                parts += (head, value)
+            fixed = pack_fixed(offset, timestamp_ms, len(headers), MORE if left else 0)
+            length = MIN_LENGTH + len(headers) + len(value)
+            parts += (pack_prefix(length, crc32(fixed, crc)), fixed, headers, value)
             offset += 1
             position += 8 + length
     return Encoded(parts, position - begin, newest_ms, b"".join(index), indexed_at)
@@ -178,7 +177,7 @@ def decode(
             break
         if stop > max_bytes and out:
             break
-        if crc32(view[at + 8 : stop]) != crc:
+        if crc32(view[at + 8 : at + 28], crc32(view[at + 28 : stop])) != crc:
             break
         value_at = at + 28 + headers_length
         headers = decode_headers(view[at + 28 : value_at]) if headers_length else ()
@@ -186,6 +185,28 @@ def decode(
         offset += 1
         at = stop
     return at
+
+
+def read_one(
+    fd: int, position: int, limit: int, topic: str, partition: int, offset: int, out: list[Record]
+) -> int:
+    """As `decode`, for one record that need not be read yet: its value is read once and never copied."""
+    raw = os.pread(fd, min(_HEADERS_READ, limit - position), position)
+    if len(raw) < HEAD.size:
+        return 0
+    length, crc, found, timestamp_ms, headers_length, _ = HEAD.unpack_from(raw)
+    value_at = HEAD.size + headers_length
+    if found != offset or length < MIN_LENGTH + headers_length or 8 + length > limit - position:
+        return 0
+    if len(raw) < value_at:
+        raw = os.pread(fd, value_at, position)
+    value = os.pread(fd, 8 + length - value_at, position + value_at)
+    packed = raw[HEAD.size : value_at]
+    if value_at + len(value) != 8 + length or zlib.crc32(raw[8:28], payload_crc(packed, value)) != crc:
+        return 0
+    headers = decode_headers(packed) if headers_length else ()
+    out.append(Record(topic, partition, offset, timestamp_ms, headers, value))
+    return 8 + length
 
 
 def check(fd: int, head: Head) -> bool:
@@ -199,7 +220,7 @@ def check(fd: int, head: Head) -> bool:
     return (
         length == head.length
         and length >= MIN_LENGTH + headers_length
-        and zlib.crc32(memoryview(raw)[8:]) == crc
+        and zlib.crc32(raw[8:28], zlib.crc32(memoryview(raw)[28:])) == crc
     )
 
 
@@ -214,11 +235,12 @@ def read_head(fd: int, position: int) -> Head | None:
 def heads(fd: int, position: int, limit: int) -> Iterator[Head]:
     """Heads of the records from `position` up to `limit`, hopping by length; ends at the first that cannot be
     one. Checksums are not looked at."""
-    chunk, chunk_at = b"", position
+    chunk, chunk_at, step = b"", position, 512
     while position + HEAD.size <= limit:
         at = position - chunk_at
         if at + HEAD.size > len(chunk):
-            chunk, chunk_at, at = os.pread(fd, _SCAN_BYTES, position), position, 0
+            chunk, chunk_at, at = os.pread(fd, step, position), position, 0
+            step = _SCAN_BYTES  # the first record is often the one that is looked for
             if len(chunk) < HEAD.size:
                 return
         length, _, offset, timestamp_ms, _, flags = HEAD.unpack_from(chunk, at)

@@ -37,7 +37,7 @@ from streams.embedded.segment import (
     MORE,
     NO_TIMESTAMP,
     RECORDS_AT,
-    NewBytes,
+    Prepared,
     index_name,
     list_segments,
     segment_name,
@@ -85,7 +85,7 @@ class PartitionWriter:
 
     # -- appending
 
-    def append(self, appends: Sequence[Sequence[NewBytes]]) -> tuple[int, int]:
+    def append(self, appends: Sequence[Prepared]) -> tuple[int, int]:
         """Write as many of the appends as fit the segment, at least one, all or none.
 
         Returns the first offset and the number of appends that are now durable and visible.
@@ -93,17 +93,17 @@ class PartitionWriter:
         """
         with self._locked():
             state = self._catch_up()
-            sizes = [sum(record.size for record in append) for append in appends]
-            if state.position > RECORDS_AT and state.position + sizes[0] > self._segment_bytes:
+            count, total = 1, appends[0].size
+            if state.position > RECORDS_AT and state.position + total > self._segment_bytes:
                 state = self._roll(state)
-            count, total = 1, sizes[0]
-            while count < len(sizes) and state.position + total + sizes[count] <= self._segment_bytes:
-                total += sizes[count]
+            room = self._segment_bytes - state.position
+            while count < len(appends) and total + appends[count].size <= room:
+                total += appends[count].size
                 count += 1
             self._write(state, appends[:count])
             return state.end, count
 
-    def _write(self, state: MarkState, appends: Sequence[Sequence[NewBytes]]) -> None:
+    def _write(self, state: MarkState, appends: Sequence[Prepared]) -> None:
         encoded = segments.encode(
             appends,
             base=state.segment,
@@ -126,7 +126,7 @@ class PartitionWriter:
             self._indexed_at = encoded.indexed_at
         self._store(
             state._replace(
-                end=state.end + sum(map(len, appends)),
+                end=state.end + sum(len(append.records) for append in appends),
                 position=state.position + encoded.size,
                 newest_ms=encoded.newest_ms,
             )

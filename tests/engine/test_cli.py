@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli import COMMANDS, main
-from engine.commands import rundir
+from engine.commands import common, rundir
 from engine.commands.serve import parse_replica
 from engine.config import build_config, dump_toml, fingerprint, load_config
 from streams import codec
@@ -94,7 +95,7 @@ def test_each_command_explains_itself_with_an_example(command, capsys: pytest.Ca
     assert end.value.code == 0
     text = capsys.readouterr().out
     assert command.DESCRIPTION in text
-    assert f"example:\n  millstream {command.NAME} " in text
+    assert f"example:\n  millstream {command.NAME}" in text
 
 
 def test_the_command_line_and_its_log_tools_need_no_torch():
@@ -105,7 +106,9 @@ def test_the_command_line_and_its_log_tools_need_no_torch():
         "try: main(['--version'])\n"
         "except SystemExit as end: sys.exit(end.code)"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, cwd=ROOT
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("millstream ")
 
@@ -128,7 +131,7 @@ def test_replicas_are_counted_from_0():
     assert parse_replica("0/1") == (0, 1)
     assert parse_replica("2/3") == (2, 3)
     for wrong in ("3/3", "1", "a/b", "-1/2", "1/2/3", ""):
-        with pytest.raises(Exception, match="I/N|of 3 replicas"):
+        with pytest.raises(Exception, match=r"I/N|of 3 replicas"):
             parse_replica(wrong)
 
 
@@ -188,23 +191,32 @@ def test_a_run_directory_stands_for_its_configuration(config_file: Path):
 def test_a_run_directory_of_another_configuration_is_refused_with_what_differs(config_file: Path):
     run_dir = rundir.adopt(load_config(config_file))
     before = (run_dir / "config.toml").read_text()
-    result = millstream("run", str(config_file), "--set", "trainer.lr=0.5", "--set", "rollout.max_concurrency=3")
+    result = millstream(
+        "run", str(config_file), "--set", "trainer.lr=0.5", "--set", "rollout.max_concurrency=3"
+    )
     assert result.returncode == 2
-    assert f"{run_dir} is a run of another configuration:\n  trainer.lr: the run has 1e-06, asked for 0.5\n" in result.stderr
+    assert (
+        f"{run_dir} is a run of another configuration:\n  trainer.lr: the run has 1e-06, asked for 0.5\n"
+        in result.stderr
+    )
     assert "max_concurrency" not in result.stderr, "how fast it works is not part of what the run is"
     assert (run_dir / "config.toml").read_text() == before
 
 
 def test_a_ledger_begun_by_another_configuration_is_refused(config_file: Path):
     start_ledger(config_file, config_fingerprint="0123456789abcdef")
-    with pytest.raises(ConfigError, match="its ledger was begun by run 'first' with the fingerprint 0123456789ab"):
+    with pytest.raises(
+        ConfigError, match="its ledger was begun by run 'first' with the fingerprint 0123456789ab"
+    ):
         rundir.adopt(load_config(config_file))
 
 
 def test_the_same_run_with_other_speeds_and_limits_is_taken_up_again(config_file: Path):
     rundir.adopt(load_config(config_file))
     start_ledger(config_file)
-    changed = load_config(config_file, ["staleness.max_weight_staleness=4", "run.steps=500", "supervisor.max_restarts=9"])
+    changed = load_config(
+        config_file, ["staleness.max_weight_staleness=4", "run.steps=500", "supervisor.max_restarts=9"]
+    )
     run_dir = rundir.adopt(changed)
     assert load_config(run_dir) == changed
 
@@ -235,10 +247,61 @@ def test_differences_name_paths_that_moved_out_of_the_run_directory(tmp_path: Pa
             }
         )
 
-    assert rundir.differences(config("/a/run/data.jsonl", "/a/run"), config("/b/run/data.jsonl", "/b/run")) == []
-    assert rundir.differences(config("/a/run/data.jsonl", "/a/run"), config("/elsewhere.jsonl", "/b/run")) == [
-        "data.path: the run has 'data.jsonl', asked for '/elsewhere.jsonl'"
-    ]
+    assert (
+        rundir.differences(config("/a/run/data.jsonl", "/a/run"), config("/b/run/data.jsonl", "/b/run")) == []
+    )
+    assert rundir.differences(
+        config("/a/run/data.jsonl", "/a/run"), config("/elsewhere.jsonl", "/b/run")
+    ) == ["data.path: the run has 'data.jsonl', asked for '/elsewhere.jsonl'"]
+
+
+# ---------------------------------------------------------------- serve
+def serve(role: str, config_file: Path, *args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "engine.cli", "serve", role, str(config_file), *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def until_it_works(process: subprocess.Popen[str], config_file: Path) -> None:
+    """Wait until the feeder has dispatched something."""
+    config = load_config(config_file)
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        if Path(config.run.dir, "log").is_dir():
+            with common.open_for_reading(config) as log:
+                if any(log.end("first.tasks", p) for p in range(2) if "first.tasks" in log.topics()):
+                    assert Path(config.run.dir, "config.toml").is_file(), "it leaves its configuration"
+                    return
+        time.sleep(0.05)
+    raise AssertionError(f"nothing was dispatched within {DEADLINE_S} s")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_daemon_ends_cleanly_on_a_signal(number: signal.Signals, code: int, config_file: Path):
+    process = serve("feeder", config_file)
+    try:
+        until_it_works(process, config_file)
+        process.send_signal(number)
+        process.send_signal(number)  # impatience is harmless
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    assert (process.returncode, out) == (code, "")
+    assert "Traceback" not in err
+
+
+def test_a_second_holder_of_a_share_is_refused_with_exit_code_1(config_file: Path):
+    start_ledger(config_file)
+    config = load_config(config_file)
+    with open_log(config.log.url) as log:
+        log.join("collector", "first.rewards", replica=0, replicas=1)
+        process = serve("collector", config_file)
+        try:
+            _, err = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "millstream: " in err and "Traceback" not in err
 
 
 # ---------------------------------------------------------------- topics
@@ -253,7 +316,9 @@ def test_topics_shows_offsets_and_lag(config_file: Path):
 
 
 @pytest.mark.parametrize("command", [["topics"], ["verify"], ["tail"]], ids=lambda args: args[0])
-def test_a_run_that_has_no_log_yet_is_said_to_be_not_started(command: list[str], config_file: Path, tmp_path: Path):
+def test_a_run_that_has_no_log_yet_is_said_to_be_not_started(
+    command: list[str], config_file: Path, tmp_path: Path
+):
     result = millstream(*command, str(config_file), *(["ledger"] if command == ["tail"] else []))
     assert result.returncode == 2
     assert f"no log at {tmp_path}/run/log: this run has not been started" in result.stderr

@@ -89,7 +89,9 @@ def config_of(folder: Path, **supervisor: float) -> Config:
     )
 
 
-def launcher_of(folder: Path, behaviours: dict[str, str], *, parent: int = 0, **supervisor: float) -> LocalLauncher:
+def launcher_of(
+    folder: Path, behaviours: dict[str, str], *, parent: int = 0, **supervisor: float
+) -> LocalLauncher:
     def command(spec: DaemonSpec) -> list[str]:
         script = str(folder / "daemon.py")
         return [sys.executable, script, spec.name, behaviours[spec.role], str(folder), str(parent)]
@@ -165,7 +167,7 @@ def test_a_daemon_that_keeps_dying_fails_the_run_with_its_cause(folder: Path):
     assert first == f"feeder-0 ended: exit code 1: {folder / 'run' / 'logs' / 'feeder-0.log'}"
     assert second == "Traceback (most recent call last):"
     assert last == "RuntimeError: feeder-0 has no data"
-    assert after == "after it: feeder-0 ended: exit code 1"
+    assert after == "after it: feeder-0 ended: exit code 1 (1×)"
     assert starts(folder, "feeder") == 2
     assert (folder / "trainer-0.stopped").exists()
     assert launcher.processes() == {}
@@ -274,7 +276,9 @@ def test_a_second_supervisor_of_a_run_directory_is_refused(folder: Path):
     assert run(again) == Outcome(0)
 
 
-def test_daemons_get_one_thread_unless_the_environment_says_otherwise(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_daemons_get_one_thread_unless_the_environment_says_otherwise(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert run(launcher_of(folder, {"trainer": "finish"})) == Outcome(0)
     assert [path.read_text() for path in folder.glob("trainer-0.up.*")] == ["1"]

@@ -28,7 +28,9 @@ def test_a_finished_run_adds_up():
     assert view.run is not None and view.run.partitions == 2
     assert [number for number, _ in view.epochs] == [1]
     assert [(cut.offset, cut.event.step) for cut in view.cuts] == [(3, 1), (5, 2), (8, 3)]
-    assert [(each.offset, each.drop.group_id, each.drop.reason) for each in view.drops] == [(5, "0-4", "zero_variance")]
+    assert [(each.offset, each.drop.group_id, each.drop.reason) for each in view.drops] == [
+        (5, "0-4", "zero_variance")
+    ]
     assert [event.version for event in view.versions] == [0, 1, 2, 3]
     assert (view.step, view.version) == (3, 3)
     assert view.data_ended is not None and view.data_ended.count == 6
@@ -66,7 +68,9 @@ def test_a_record_of_an_epoch_that_never_began_is_void():
 def test_records_of_the_command_line_are_never_void():
     log, topics = empty()
     append(log, topics, EpochStarted(producer="a", started_ms=1))
-    append(log, topics, LimitChanged(limit=4), Paused(reason="lunch"), EpochStarted(producer="b", started_ms=2))
+    append(
+        log, topics, LimitChanged(limit=4), Paused(reason="lunch"), EpochStarted(producer="b", started_ms=2)
+    )
     view = read_run(log, topics)
     assert [(offset, event.limit) for offset, event in view.limits] == [(1, 4)]
     assert view.paused
@@ -76,10 +80,13 @@ def test_records_of_the_command_line_are_never_void():
 
 def test_a_change_of_the_limit_binds_only_a_reader_that_was_past_it():
     log, topics = empty()
-    append(log, topics, EpochStarted(producer="a", started_ms=1), LimitChanged(limit=4), LimitChanged(limit=7))
+    append(
+        log, topics, EpochStarted(producer="a", started_ms=1), LimitChanged(limit=4), LimitChanged(limit=7)
+    )
     view = read_run(log, topics)
     assert view.limit_changed_before(1) is None
-    assert [view.limit_changed_before(position).limit for position in (2, 3)] == [4, 7]
+    assert view.limit_changed_before(2) == LimitChanged(limit=4)
+    assert view.limit_changed_before(3) == LimitChanged(limit=7)
 
 
 def test_what_cannot_be_read_is_an_entry_with_its_problem():

@@ -31,7 +31,9 @@ def log_with(*timestamps: list[int]) -> tuple[EventLog, str]:
     for partition, moments in enumerate(timestamps):
         for moment in moments:
             event = Metrics(source="feeder", values={"at": float(moment)}, at_ms=moment)
-            log.append("run.metrics", partition, [codec.encode(event, producer="feeder", timestamp_ms=moment)])
+            log.append(
+                "run.metrics", partition, [codec.encode(event, producer="feeder", timestamp_ms=moment)]
+            )
     return log, "run.metrics"
 
 
@@ -165,7 +167,9 @@ def test_it_picks_what_names_a_group():
     assert tail(log, topics.name("tasks"), "beginning", group_id="0-3") == [(1, 1)]
     assert tail(log, topics.name("trajectories"), "beginning", group_id="0-3") == [(1, 2), (1, 3)]
     assert tail(log, topics.name("ledger"), "beginning", group_id="0-3") == [(0, 5)]
-    assert tail(log, topics.name("ledger"), "beginning", group_id="0-4") == [(0, 5)], "a drop is named there too"
+    assert tail(log, topics.name("ledger"), "beginning", group_id="0-4") == [(0, 5)], (
+        "a drop is named there too"
+    )
 
 
 def test_it_picks_what_names_a_sample():
@@ -196,7 +200,8 @@ def line_of(event) -> str:
 
 def test_a_line_names_time_place_type_and_what_is_not_a_default():
     assert line_of(run.task(3)) == (
-        "2026-11-01T10:00:00.250Z t/0:0 task_dispatched group_id=0-3 seq=3 data_epoch=0 row=3 n_samples=2 prompt=p next_seq=4"
+        "2026-11-01T10:00:00.250Z t/0:0 task_dispatched group_id=0-3 seq=3 data_epoch=0 row=3 "
+        "n_samples=2 prompt=p next_seq=4"
     )
 
 
@@ -210,7 +215,10 @@ def test_a_trajectory_is_one_short_line_with_its_columns_opened():
 
 def test_a_cut_says_how_many_and_how_old():
     line = line_of(run.cut(2, [2, 3], [3, 2]))
-    assert "step=2 version=1 epoch=1 limit=1 groups=[0-2,0-3] samples=4 tokens=16 reward=0.5 staleness=0..1" in line
+    assert (
+        "step=2 version=1 epoch=1 limit=1 groups=[0-2,0-3] samples=4 tokens=16 reward=0.5 staleness=0..1"
+        in line
+    )
 
 
 def test_every_event_type_of_a_run_has_a_line_and_a_json_object():
@@ -220,13 +228,19 @@ def test_every_event_type_of_a_run_has_a_line_and_a_json_object():
             assert entry.event is not None
             assert tag_of(entry.event) in render.line(word, partition, entry)
             shown = msgspec.json.decode(render.as_json(topics.name(word), partition, entry))
-            assert (shown["type"], shown["partition"], shown["offset"]) == (tag_of(entry.event), partition, entry.offset)
+            assert (shown["type"], shown["partition"], shown["offset"]) == (
+                tag_of(entry.event),
+                partition,
+                entry.offset,
+            )
 
 
 def test_an_unknown_type_is_shown_verbatim():
     log = MemoryLog()
     log.create_topic("t", 1)
-    log.append("t", 0, [NewRecord(msgspec.msgpack.encode({"type": "lease", "holder": "engine-0", "until": 17}))])
+    log.append(
+        "t", 0, [NewRecord(msgspec.msgpack.encode({"type": "lease", "holder": "engine-0", "until": 17}))]
+    )
     ((partition, entry),) = Tail(log, "t", [0], parse_start("beginning"), until_end=True)
     assert '?lease {"type": "lease", "holder": "engine-0", "until": 17}' in render.line("t", partition, entry)
     assert msgspec.json.decode(render.as_json("t", partition, entry))["event"]["holder"] == "engine-0"

@@ -29,14 +29,16 @@ from streams.events import (
 from streams.log import NewRecord
 from tests.support import recorded as run
 from tests.support.recorded import recorded
-#from tests.support.world import World
+from tests.support.world import World
 
 replace = msgspec.structs.replace
 
 
 def violations(report: Report) -> dict[str, list[list[str]]]:
     """Check → the ids of its violations; checks that hold are left out."""
-    return {check.name: [each.ids for each in check.violations] for check in report.checks if check.violations}
+    return {
+        check.name: [each.ids for each in check.violations] for check in report.checks if check.violations
+    }
 
 
 def texts(report: Report) -> list[str]:
@@ -97,12 +99,14 @@ def test_a_run_of_the_real_stages_holds_also_under_crashes(tmp_path: Path, crash
     assert report.notes["steps"] == 6
     examined = {check.name: check.examined for check in report.checks}
     assert examined["each group of a finished run has an outcome"] == 12
-    assert examined["no trained token is older than the limit"] == 24
+    assert examined["no trained token is older than the limit"] == 2 * report.notes["groups trained"] > 0
 
 
 def test_records_of_a_fenced_trainer_are_void_and_counted():
     log, topics = recorded()
-    epoch = log.append(topics.name("ledger"), 0, [codec.encode(EpochStarted(producer="b", started_ms=1), producer="b")])
+    epoch = log.append(
+        topics.name("ledger"), 0, [codec.encode(EpochStarted(producer="b", started_ms=1), producer="b")]
+    )
     append(log, topics, "ledger", run.cut(4, [0], [3, 3], frontier=6))  # the zombie trains group 0 again
     report = verify(log, topics)
     assert report.holds, texts(report)
@@ -113,7 +117,14 @@ def test_records_of_a_fenced_trainer_are_void_and_counted():
 
 def test_dead_letters_and_unknown_types_are_counted_and_not_judged():
     log, topics = recorded()
-    append(log, topics, "dead", DeadLetter(topic="run.tasks", partition=0, offset=3, raw=b"\xc1", stage="reward", reason="undecodable"))
+    append(
+        log,
+        topics,
+        "dead",
+        DeadLetter(
+            topic="run.tasks", partition=0, offset=3, raw=b"\xc1", stage="reward", reason="undecodable"
+        ),
+    )
     log.append(topics.name("ledger"), 0, [NewRecord(msgspec.msgpack.encode({"type": "lease", "epoch": 1}))])
     report = verify(log, topics)
     assert report.holds
@@ -132,7 +143,9 @@ def test_samples_that_retention_removed_are_counted_and_not_judged():
 
 
 def test_an_unfinished_run_may_have_open_groups():
-    report = audit(lambda event: None if isinstance(event, RunFinished) or getattr(event, "step", 0) == 3 else event)
+    report = audit(
+        lambda event: None if isinstance(event, RunFinished) or getattr(event, "step", 0) == 3 else event
+    )
     assert report.holds, texts(report)
     assert report.notes["groups open"] == 1
 
@@ -167,7 +180,9 @@ def test_an_outcome_of_a_group_that_was_never_dispatched_is_found():
 def test_a_group_under_two_numbers_is_found():
     log, topics = recorded()
     append(log, topics, "tasks", replace(run.task(0), seq=6))
-    assert violations(verify(log, topics))["each group is dispatched under one number, to one partition"] == [["0-0"]]
+    assert violations(verify(log, topics))["each group is dispatched under one number, to one partition"] == [
+        ["0-0"]
+    ]
 
 
 def test_a_copy_of_a_dispatch_is_counted_and_not_judged():
@@ -210,7 +225,9 @@ def test_a_token_over_the_limit_is_found_in_the_payload_whatever_the_record_says
 def test_old_tokens_that_are_not_trainable_do_no_harm():
     def old(event: Event) -> Event:
         if isinstance(event, TrajectoryFinished) and event.uid == "0-5/0/0":
-            return replace(event, versions=[(1, 2, 2), (1, 0, 1), (1, 2, 2)])  # the middle token is masked out
+            return replace(
+                event, versions=[(1, 2, 2), (1, 0, 1), (1, 2, 2)]
+            )  # the middle token is masked out
         return event
 
     assert audit(old).holds
@@ -236,9 +253,7 @@ def test_a_version_above_the_trainers_own_is_found():
 def test_a_wrong_recorded_staleness_is_found():
     report = audit(in_step(2, lambda cut: with_member(cut, 0, staleness=0)))
     assert violations(report) == {"recorded staleness is that of the payload": [["0-2/0/0", "0-2"]]}
-    assert texts(report) == [
-        "0-2/0/0: step 2 records staleness 0 over 4 tokens, its payload says 1 over 4"
-    ]
+    assert texts(report) == ["0-2/0/0: step 2 records staleness 0 over 4 tokens, its payload says 1 over 4"]
 
 
 def test_masked_tokens_must_be_left_out_of_the_count():
@@ -267,7 +282,11 @@ def test_a_change_of_the_limit_binds_from_the_first_cut_that_had_read_it():
         for seq in range(6):
             log.append(topics.name("tasks"), seq % 2, [codec.encode(run.task(seq), producer="t")])
             for index in range(2):
-                log.append(topics.name("trajectories"), seq % 2, [codec.encode(run.finished(seq, index), producer="t")])
+                log.append(
+                    topics.name("trajectories"),
+                    seq % 2,
+                    [codec.encode(run.finished(seq, index), producer="t")],
+                )
             event = run.dropped(seq) if seq == 4 else run.completed(seq)
             log.append(topics.name("groups"), seq % 2, [codec.encode(event, producer="t")])
         events = run.ledger()
@@ -294,6 +313,14 @@ def test_a_reference_to_another_sample_is_found():
 def test_a_reference_to_nothing_is_found():
     report = audit(in_step(2, lambda cut: with_member(cut, 0, trajectory_offset=999)))
     assert "0-2/0/0: step 2: trajectories/0:999: run.trajectories/0 ends at 6" in texts(report)
+
+
+def test_references_outside_the_log_are_found():
+    report = audit(in_step(2, lambda cut: with_group(cut, 0, partition=9)))
+    assert "0-2/0/0: step 2: trajectories/9:2: run.trajectories/9 ends at 0" in texts(report)
+    assert "0-2/0/0: step 2: groups/9:1 is no GroupCompleted" in texts(report)
+    report = audit(in_step(2, lambda cut: with_member(cut, 0, trajectory_offset=-1)))
+    assert set(violations(report)) == {"references name what was trained"}
 
 
 def test_a_group_record_of_another_group_is_found():
@@ -360,7 +387,11 @@ def test_positions_beyond_a_waiting_group_are_found():
 
 
 def test_drops_outside_a_batch_close_their_groups_too():
-    log, topics = recorded(lambda event: replace(event, drops=[], frontier=4) if isinstance(event, BatchCut) and event.step == 2 else event)
+    log, topics = recorded(
+        lambda event: (
+            replace(event, drops=[], frontier=4) if isinstance(event, BatchCut) and event.step == 2 else event
+        )
+    )
     assert not verify(log, topics).holds
     events = run.ledger()
     events[5] = run.cut(2, [2, 3], [2, 2])
@@ -390,7 +421,9 @@ def test_a_damaged_checkpoint_is_found():
         raise ValueError("model.safetensors is missing")
 
     log, topics = recorded()
-    saved = CheckpointSaved(epoch=1, version=3, step=3, path="checkpoints/e1-s3", digest="d", ledger_position=11)
+    saved = CheckpointSaved(
+        epoch=1, version=3, step=3, path="checkpoints/e1-s3", digest="d", ledger_position=11
+    )
     append(log, topics, "ledger", saved)
     report = verify(log, topics, checkpoint_digest=refuse)
     assert texts(report) == ["checkpoint checkpoints/e1-s3: cannot be read: model.safetensors is missing"]
@@ -401,7 +434,9 @@ def test_the_table_names_the_ids_and_json_holds_them_all():
     report = audit(in_step(2, lambda cut: replace(cut, limit=5)))
     table = report.as_table()
     assert table.splitlines()[0].split() == ["CHECK", "EXAMINED", "VIOLATIONS"]
-    assert "VIOLATED: each cut keeps the limit in force\n  step 2: was cut at limit 5, 1 was in force\n" in table
+    assert (
+        "VIOLATED: each cut keeps the limit in force\n  step 2: was cut at limit 5, 1 was in force\n" in table
+    )
     found = msgspec.json.decode(report.as_json())
     assert found["holds"] is False
     assert [each["violations"] for each in found["checks"] if each["violations"]] == [
@@ -412,5 +447,3 @@ def test_the_table_names_the_ids_and_json_holds_them_all():
 def test_an_empty_log_holds():
     log, topics = recorded(lambda event: None)
     assert verify(log, topics).holds
-
-

@@ -104,12 +104,15 @@ def finished(
     )
 
 
-def completed(seq: int, version: int = 0, n_samples: int = 2, **changes) -> GroupCompleted:
+def completed(
+    seq: int, version: int = 0, n_samples: int = 2, offsets: list[int] | None = None, **changes
+) -> GroupCompleted:
+    offsets = offsets or [seq * n_samples + index for index in range(n_samples)]
     members = [
         Member(
             uid=f"0-{seq}/{index}/0",
             index=index,
-            trajectory_offset=seq * n_samples + index,
+            trajectory_offset=offsets[index],
             reward=float(index % 2),
             n_response_tokens=3,
             trainable_versions=[(EPOCH, version, 3)],

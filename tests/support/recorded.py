@@ -1,7 +1,7 @@
 """A small finished run, written by hand into an in-memory log, in which a test changes one fact.
 
-    six groups of two samples, seq on partition seq % 2, batches of two, limit 1:
-    step 1 trains 0 and 1 (version 0), step 2 trains 2 and 3 (versions 0 and 1) and drops 4, step 3 trains 5
+six groups of two samples, seq on partition seq % 2, batches of two, limit 1:
+step 1 trains 0 and 1 (version 0), step 2 trains 2 and 3 (versions 0 and 1) and drops 4, step 3 trains 5
 """
 
 from __future__ import annotations

@@ -1,0 +1,318 @@
+"""The trainer loop on the in-memory log, with the trainer of one number."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+
+import pytest
+from engine.interfaces import BadStep
+from engine.trainer.loop import TooManyBadSteps
+from engine.trainer.scalar_backend import ScalarBackend
+from streams.errors import Fenced, LogFull
+from streams.events import (
+    BatchCut,
+    CheckpointSaved,
+    EpochStarted,
+    GroupsDropped,
+    LimitChanged,
+    Paused,
+    Resumed,
+    RunFinished,
+    RunStarted,
+    StepSkipped,
+    WeightsPublished,
+)
+
+from support.events import EPOCH, completed, events, finished, put, run_log
+from support.world import World
+
+
+class Bench:
+    """One trainer and a log that a test fills by hand: groups of two members with payloads."""
+
+    def __init__(self, folder, **settings) -> None:
+        self.world = World(folder, partitions=1, data_epochs=None, **{"batch": 2, "limit": 2, **settings})
+        self.log, self.topics = self.world.log, self.world.topics
+        self.trainer = self.world.trainer()
+        self.flush()
+
+    def flush(self) -> None:
+        self.trainer._publisher.flush(timedelta(seconds=10))
+
+    def group(self, seq: int, version: int = 0, offset: int | None = None) -> None:
+        offsets = [
+            put(self.log, self.topics, "trajectories", finished(seq, index, seq, version=version, n_samples=2))
+            for index in range(2)
+        ]
+        event = completed(seq, version=version, offsets=offsets if offset is None else [offset] * 2)
+        put(self.log, self.topics, "groups", event)
+
+    def settle(self) -> None:
+        for _ in range(50):
+            moved = self.trainer.round()
+            self.flush()
+            if not moved:
+                return
+        raise AssertionError("the trainer never comes to rest")
+
+    def ledger(self, kind) -> list:
+        return [event for event in events(self.log, self.topics, "ledger") if isinstance(event, kind)]
+
+
+@pytest.fixture
+def bench(tmp_path):
+    made = Bench(tmp_path)
+    yield made
+    made.trainer.close()
+    made.world.close()
+
+
+def test_a_run_begins_with_its_manifest_its_epoch_and_version_zero(bench):
+    kinds = [type(event) for event in events(bench.log, bench.topics, "ledger")]
+    assert kinds == [RunStarted, EpochStarted, WeightsPublished]
+    assert bench.trainer.epoch == EPOCH == 1
+    assert bench.ledger(WeightsPublished)[0].version == 0
+
+
+def test_the_batch_is_written_before_the_step_and_says_everything_about_it(bench, monkeypatch):
+    seen = []
+    step = bench.trainer.backend.step
+    monkeypatch.setattr(
+        bench.trainer.backend, "step", lambda batch: (seen.append(len(bench.ledger(BatchCut))), step(batch))[1]
+    )
+    for seq in range(3):
+        bench.group(seq)
+    bench.settle()
+    assert seen == [1]
+    (cut,) = bench.ledger(BatchCut)
+    assert (cut.step, cut.version, cut.limit, cut.on_stale, cut.epoch) == (1, 0, 2, "drop", EPOCH)
+    assert [group.seq for group in cut.groups] == [0, 1]
+    assert (cut.frontier, cut.closed_above, cut.positions) == (2, [], [2])
+    assert [member.uid for member in cut.groups[1].members] == ["0-1/0/0", "0-1/1/0"]
+    assert bench.ledger(WeightsPublished)[-1].version == 1
+
+
+def test_stale_groups_are_reported_at_once_while_no_batch_can_be_cut(bench):
+    bench.trainer.version = 3  # three versions on, limit 2
+    bench.group(0, version=0)
+    bench.settle()
+    (dropped,) = bench.ledger(GroupsDropped)
+    assert [(drop.seq, drop.reason, drop.staleness) for drop in dropped.drops] == [(0, "stale", 3)]
+    assert dropped.frontier == 1 and not bench.ledger(BatchCut)
+
+
+def test_a_bad_step_changes_nothing_publishes_nothing_and_is_recorded(bench, monkeypatch):
+    before = bench.trainer.backend.weights()["w"].tobytes()
+
+    def broken(batch):
+        raise BadStep("nonfinite_loss", "loss is nan")
+
+    monkeypatch.setattr(bench.trainer.backend, "step", broken)
+    for seq in range(2):
+        bench.group(seq)
+    bench.settle()
+    (skipped,) = bench.ledger(StepSkipped)
+    assert (skipped.step, skipped.version, skipped.reason) == (1, 0, "nonfinite_loss")
+    assert bench.trainer.backend.weights()["w"].tobytes() == before
+    assert [event.version for event in bench.ledger(WeightsPublished)] == [0]
+    monkeypatch.undo()
+    for seq in range(2, 4):
+        bench.group(seq)
+    bench.settle()
+    assert [(cut.step, cut.version) for cut in bench.ledger(BatchCut)] == [(1, 0), (2, 0)]
+    assert bench.ledger(WeightsPublished)[-1].version == 1
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, max_bad_steps=1)
+
+    def broken(batch):
+        raise BadStep("nonfinite_gradient")
+
+    monkeypatch.setattr(bench.trainer.backend, "step", broken)
+    for seq in range(4):
+        bench.group(seq)
+    with pytest.raises(TooManyBadSteps, match="2 steps in a row"):
+        bench.settle()
+    bench.trainer.close()
+    bench.world.close()
+
+
+def test_a_group_whose_payload_cannot_be_used_is_dropped_before_any_cut_names_it(bench):
+    bench.group(0, offset=99)
+    bench.group(1)
+    bench.group(2)
+    bench.settle()
+    (cut,) = bench.ledger(BatchCut)
+    assert [group.seq for group in cut.groups] == [1, 2]
+    drops = [drop for event in bench.ledger((BatchCut, GroupsDropped)) for drop in event.drops]
+    assert [(drop.seq, drop.reason) for drop in drops] == [(0, "bad_payload")]
+    assert "0-0/0/0" in drops[0].detail
+
+
+def test_a_pause_stops_cutting_and_a_changed_limit_binds_from_the_next_cut(bench):
+    put(bench.log, bench.topics, "ledger", Paused(by="me"))
+    for seq in range(2):
+        bench.group(seq)
+    bench.settle()
+    assert not bench.ledger(BatchCut)
+    put(bench.log, bench.topics, "ledger", LimitChanged(limit=5, by="me"))
+    put(bench.log, bench.topics, "ledger", Resumed(by="me"))
+    bench.settle()
+    (cut,) = bench.ledger(BatchCut)
+    assert cut.limit == 5
+    changed = next(
+        offset
+        for offset, event in enumerate(events(bench.log, bench.topics, "ledger"))
+        if isinstance(event, LimitChanged)
+    )
+    assert cut.ledger_read_to > changed
+
+
+def test_a_newer_epoch_fences_this_trainer_before_it_steps(bench, monkeypatch):
+    stepped = []
+    monkeypatch.setattr(bench.trainer.backend, "step", stepped.append)
+    put(bench.log, bench.topics, "ledger", EpochStarted(producer="other", started_ms=0))
+    for seq in range(2):
+        bench.group(seq)
+    with pytest.raises(Fenced, match="epoch 3 has taken over"):
+        bench.trainer.round()
+    assert not stepped
+
+
+def test_a_zombie_that_wakes_between_its_read_and_its_cut_takes_no_step(bench, monkeypatch):
+    """The new epoch's record lands just before the zombie's cut, which is then void."""
+    stepped = []
+    monkeypatch.setattr(bench.trainer.backend, "step", stepped.append)
+    for seq in range(2):
+        bench.group(seq)
+    append = bench.trainer._append
+
+    def late(event):
+        if isinstance(event, BatchCut):
+            put(bench.log, bench.topics, "ledger", EpochStarted(producer="other", started_ms=0))
+        return append(event)
+
+    monkeypatch.setattr(bench.trainer, "_append", late)
+    with pytest.raises(Fenced):
+        bench.trainer.round()
+    assert not stepped
+
+
+def test_a_full_disk_pauses_the_trainer_and_it_goes_on_when_there_is_room(bench, monkeypatch, caplog):
+    refusals = iter([LogFull("no room")] * 2)
+    append = bench.log.append
+
+    def full(topic, partition, records, *rest):
+        if topic == bench.topics.name("ledger") and (error := next(refusals, None)) is not None:
+            raise error
+        return append(topic, partition, records, *rest)
+
+    monkeypatch.setattr(bench.log, "append", full)
+    for seq in range(2):
+        bench.group(seq)
+    bench.settle()
+    assert len(bench.ledger(BatchCut)) == 1
+    assert "paused, the ledger cannot be written" in caplog.text
+
+
+@pytest.mark.parametrize(("last_batch", "steps", "surplus"), [("train", 2, 0), ("drop", 1, 1)])
+def test_the_short_last_batch_is_trained_or_dropped_as_configured(tmp_path, last_batch, steps, surplus):
+    world = World(tmp_path, rows=3, data_epochs=1, batch=2, last_batch=last_batch)
+    try:
+        ledger = world.run(random.Random(1))
+        written = events(world.log, world.topics, "ledger")
+    finally:
+        world.close()
+    drops = [drop for event in written if isinstance(event, (BatchCut, GroupsDropped)) for drop in event.drops]
+    assert ledger.finished.step == steps
+    assert [drop.reason for drop in drops] == ["surplus"] * surplus
+
+
+def test_weights_are_published_each_interval_and_at_the_end(tmp_path):
+    world = World(tmp_path, data_epochs=None, steps=5, limit=2, update_weights_interval=2)
+    try:
+        world.run(random.Random(2))
+        written = events(world.log, world.topics, "ledger")
+    finally:
+        world.close()
+    versions = [event.version for event in written if isinstance(event, WeightsPublished)]
+    assert versions[:3] == [0, 2, 4] and versions[-1] == 5
+
+
+def test_a_finished_run_is_left_as_it_is(tmp_path):
+    world = World(tmp_path, rows=4, data_epochs=1)
+    try:
+        world.run(random.Random(3))
+        world.crash("trainer")
+        before = len([e for e in events(world.log, world.topics, "ledger") if isinstance(e, RunFinished)])
+        again = world.trainer()
+        assert again.run is not None and again.ledger.finished is not None
+        again.close()
+        after = events(world.log, world.topics, "ledger")
+    finally:
+        world.close()
+    assert before == 1 and sum(isinstance(event, RunFinished) for event in after) == 1
+
+
+def test_a_resumed_trainer_goes_on_from_its_checkpoint_and_never_goes_back(tmp_path):
+    bench = Bench(tmp_path)
+    for seq in range(6):
+        bench.group(seq)
+    bench.settle()
+    assert bench.trainer.step == 3
+    weights = bench.trainer.backend.weights()["w"].tobytes()
+    assert [event.step for event in bench.ledger(CheckpointSaved)] == [2]
+    bench.trainer.close()
+    again = bench.world.trainer()
+    again._publisher.flush(timedelta(seconds=10))
+    assert (again.step, again.version) == (3, 3)
+    assert again.backend.weights()["w"].tobytes() == weights
+    published = bench.ledger(WeightsPublished)
+    assert [event.version for event in published] == [0, 1, 2, 3, 3]
+    assert published[-1].epoch == again.epoch > EPOCH and published[-1].forked_at == 3
+    again.close()
+    bench.world.close()
+
+
+def test_without_any_checkpoint_the_whole_ledger_is_replayed(tmp_path):
+    bench = Bench(tmp_path, checkpoint_every=1000)
+    for seq in range(4):
+        bench.group(seq)
+    bench.settle()
+    weights = bench.trainer.backend.weights()["w"].tobytes()
+    bench.trainer.close()
+    again = bench.world.trainer()
+    assert (again.step, again.backend.weights()["w"].tobytes()) == (2, weights)
+    again.close()
+    bench.world.close()
+
+
+def test_versions_that_come_out_differently_are_a_fork(tmp_path, monkeypatch):
+    """Another learning rate after the restart: what was published after the checkpoint is another future."""
+    bench = Bench(tmp_path)
+    for seq in range(6):
+        bench.group(seq)
+    bench.settle()
+    bench.trainer.close()
+    monkeypatch.setattr(
+        "support.world.ScalarBackend", lambda: ScalarBackend(lr=0.5)
+    )
+    again = bench.world.trainer()
+    again._publisher.flush(timedelta(seconds=10))
+    newest = bench.ledger(WeightsPublished)[-1]
+    assert (newest.version, newest.forked_at) == (3, 2)
+    assert again.ledger.lineage is not None
+    again.ledger.catch_up()
+    assert again.ledger.lineage.effective(EPOCH, 3) == 2
+    again.close()
+    bench.world.close()
+
+
+def test_a_trainer_is_refused_a_log_with_another_number_of_partitions(tmp_path):
+    from streams.errors import TopicMismatch
+
+    log, _ = run_log(partitions=3)
+    with pytest.raises(TopicMismatch):
+        World(tmp_path, partitions=2, log=log)
