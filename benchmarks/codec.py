@@ -1,7 +1,7 @@
 """How many bytes a token costs in the log, and how fast trajectories are written and opened.
 
-Data: token ids of a 32,000-entry BPE trained on the Python standard library's source, lengths lognormal (median 1,800
-response tokens), log-probs shaped like an LLM's (55 % of tokens nearly certain). Beside every figure the same bytes
+Data: token ids of a 32,000-entry BPE trained on the Python standard library's source, lengths lognormal (median 1,800 and
+8,000 response tokens), log-probs shaped like an LLM's (55 % of tokens nearly certain). Beside every figure the same bytes
 go through bare zstandard level 1, in the same run, round by round; the ratio is what to read on a shared machine.
 
     python benchmarks/codec.py [--samples 64] [--rounds 9] [--json]
@@ -10,6 +10,7 @@ go through bare zstandard level 1, in the same run, round by round; the ratio is
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from streams.log import Record
 from streams.trajectory import SampleData
 
 
+@functools.cache
 def token_ids(vocab: int = 32_000, megabytes: int = 6) -> np.ndarray:
     """Ids of a byte-level BPE over stdlib source text."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -55,14 +57,14 @@ def llm_logprobs(rng: np.random.Generator, count: int) -> np.ndarray:
     return np.where(rng.random(count) >= miss, np.log1p(-miss), tail).astype(np.float32)
 
 
-def samples(count: int, vocab: int) -> list[SampleData]:
+def samples(count: int, vocab: int, median: int) -> list[SampleData]:
     rng = np.random.default_rng(0)
     ids = token_ids()
     if vocab > 32_000:  # the same frequency ranks, spread over a larger vocabulary
         ids = (ids.astype(np.int64) * vocab // 32_000).astype(np.int32)
     made = []
     for index in range(count):
-        length = int(np.clip(rng.lognormal(math.log(1800), 0.8), 512, 8192))
+        length = int(np.clip(rng.lognormal(math.log(median), 0.8), 256, 8 * median))
         prompt = int(rng.integers(100, 700))
         at = int(rng.integers(0, len(ids) - length - prompt))
         mask = np.ones(length, bool)
@@ -148,19 +150,23 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rows = []
-    for name, vocab in (("32k vocab", 32_000), ("152k vocab", 151_936)):
-        data = samples(args.samples, vocab)
+    for name, vocab, median in (
+        ("32k, 1,800 tokens", 32_000, 1800),
+        ("32k, 8,000 tokens", 32_000, 8000),
+        ("152k, 8,000 tokens", 151_936, 8000),
+    ):
+        data = samples(args.samples, vocab, median)
         rows += [measure(name, data, form, args.rounds) for form in ("float32", "fixed1024")]
     if args.json:
         print(json.dumps(rows))
         return
     print(
-        f"{'data':12s} {'log-probs':10s} {'B/token':>8s} {'encode':>8s} {'zstd-1':>8s} {'ratio':>6s}", end=""
+        f"{'vocab, median':18s} {'log-probs':10s} {'B/token':>8s} {'encode':>8s} {'zstd-1':>8s} {'ratio':>6s}", end=""
     )
     print(f" {'decode':>8s} {'unzstd':>8s} {'ratio':>6s}   (Mtok/s of one core)")
     for row in rows:
         print(
-            f"{row['data']:12s} {row['logprobs']:10s} {row['bytes_per_token']:8.2f} {row['encode_mtok_s']:8.1f} "
+            f"{row['data']:18s} {row['logprobs']:10s} {row['bytes_per_token']:8.2f} {row['encode_mtok_s']:8.1f} "
             f"{row['zstd1_mtok_s']:8.1f} {row['encode_vs_zstd']:6.2f} {row['decode_mtok_s']:8.1f} "
             f"{row['unzstd_mtok_s']:8.1f} {row['decode_vs_zstd']:6.2f}"
         )

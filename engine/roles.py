@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +21,8 @@ from streams.open import open_log
 from streams.topics import Topics
 
 if TYPE_CHECKING:
+    from consumers.dataset import JsonLines
+    from consumers.rewards.pool import ScoringPool
     from engine.rollout.generate import Generate
 
 ROLES = ("feeder", "rollout", "reward", "collector", "trainer", "evaluator")
@@ -65,13 +67,10 @@ def open_run_log(config: Config, *, readonly: bool = False) -> EventLog:
 
 
 def _feeder(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
-    from consumers.dataset import JsonLines
     from consumers.feeder import Feeder
 
     data = config.data
-    dataset = JsonLines(
-        Path(data.path), prompt_key=data.prompt_key, label_key=data.label_key, metadata_key=data.metadata_key
-    )
+    dataset = _dataset(config, data.path)
     feeder = Feeder(
         log,
         topics,
@@ -90,20 +89,44 @@ def _feeder(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
         dataset.close()
 
 
-def _reward(config: Config, log: EventLog, topics: Topics, replica: int, replicas: int, stop: Stop) -> int:
-    from consumers.reward import RewardStage
+def _dataset(config: Config, path: str) -> JsonLines:
+    from consumers.dataset import JsonLines
+
+    data = config.data
+    return JsonLines(
+        Path(path), prompt_key=data.prompt_key, label_key=data.label_key, metadata_key=data.metadata_key
+    )
+
+
+def _scoring_pool(config: Config) -> ScoringPool:
     from consumers.rewards.pool import ScoringPool
 
     reward = config.reward
-    pool = ScoringPool(
+    return ScoringPool(
         reward.function,
         with_secrets(reward.options, "reward.options"),
         workers=reward.workers,
         timeout=timedelta(seconds=reward.timeout_s),
         group=reward.group,
+        config=msgspec.to_builtins(config),
     )
+
+
+def _reward(config: Config, log: EventLog, topics: Topics, replica: int, replicas: int, stop: Stop) -> int:
+    from consumers.reward import RewardStage
+    from consumers.rewards import BUILT_INS
+
+    pool = _scoring_pool(config)
     try:
-        stage = RewardStage(log, topics, pool, group=reward.group, replica=replica, replicas=replicas)
+        stage = RewardStage(
+            log,
+            topics,
+            pool,
+            group=config.reward.group,
+            with_ids=config.reward.function not in BUILT_INS,  # built-ins look at the text alone
+            replica=replica,
+            replicas=replicas,
+        )
         return stage.run(stop)
     finally:
         pool.close()
@@ -117,7 +140,10 @@ def _collector(config: Config, log: EventLog, topics: Topics, replica: int, repl
     collector = Collector(
         log,
         topics,
-        filters=[load_filter(name) for name in settings.filters],
+        filters=[
+            load_filter(name, settings.options.get(name), config=msgspec.to_builtins(config))
+            for name in settings.filters
+        ],
         member_deadline=timedelta(seconds=settings.member_deadline_s),
         max_redispatch=settings.max_redispatch,
         min_group_size=settings.min_group_size,
@@ -256,3 +282,46 @@ def _rollout(config: Config, log: EventLog, topics: Topics, replica: int, replic
         seed=config.run.seed,
     )
     return worker.run(stop)
+
+
+def _evaluator(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
+    from engine.evaluator import Evaluator
+    from engine.rollout.loading import on_disk
+
+    if not config.eval.path:
+        raise ConfigError("eval.path is not set: there are no held-out prompts to evaluate on")
+    run_dir, rollout = Path(config.run.dir), config.rollout
+    dataset = _dataset(config, config.eval.path)
+    pool = _scoring_pool(config)
+    engine = _engine(config, "evaluator", config.run.seed * 1009 + 500_009)
+    try:
+        evaluator = Evaluator(
+            log,
+            topics,
+            engine,
+            _generate(config),
+            dataset,
+            pool,
+            locate=on_disk(run_dir),
+            pins=run_dir / "weights" / "pinned",
+            sampling=_sampling(config, engine),
+            options=_held_out_options(config),
+            episodes=config.eval.episodes or len(dataset),
+            every=config.eval.every,
+            final=config.eval.final,
+            total_steps=config.run.steps,
+            max_concurrency=rollout.max_concurrency,
+            apply_chat_template=config.data.apply_chat_template,
+            seed=config.run.seed,
+        )
+        return evaluator.run(stop)
+    finally:
+        pool.close()
+        dataset.close()
+
+
+def _held_out_options(config: Config) -> dict[str, Any]:
+    """The generate function's options, with slow tools made quick: their latency is no part of what is measured."""
+    options = dict(with_secrets(config.rollout.options, "rollout.options"))
+    options.pop("slow_tools_sigma", None)
+    return options

@@ -250,7 +250,14 @@ class RewardConfig(Section, frozen=True):
             pattern=FUNCTION_PATH,
         ),
     ] = ""
-    workers: Annotated[int, doc("Processes that score at a time.", unit="processes", ge=1)] = 1
+    workers: Annotated[
+        int,
+        doc(
+            "Processes that score at a time; 0: inside the reward daemon, without deadlines, for trusted rules only.",
+            unit="processes",
+            ge=0,
+        ),
+    ] = 1
     timeout_s: Annotated[
         float,
         doc("Time for one call, after which its process is killed and the score missing.", unit="s", gt=0),
@@ -268,6 +275,10 @@ class CollectorConfig(Section, frozen=True):
         tuple[Annotated[str, msgspec.Meta(pattern=FUNCTION_PATH)], ...],
         doc("Dynamic filters, in order: built-in names or `module:function`.", run_data=True),
     ] = ()
+    options: Annotated[
+        dict[str, dict[str, Any]],
+        doc("Table of keyword arguments for each filter, by its name.", run_data=True),
+    ] = msgspec.field(default_factory=dict)
     member_deadline_s: Annotated[
         float,
         doc(

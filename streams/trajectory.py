@@ -18,7 +18,7 @@ from streams.columns import LogprobFormat, VersionRun
 from streams.errors import CodecError, InvalidEvent
 from streams.events import Progress, TrajectoryFinished
 
-_MINUS_INF = 0xFF800000  # bits of float32 -inf
+_MINUS_INF = -0x800000  # bits of float32 -inf, as int32
 LOGPROB_TOLERANCE = 1e-4  # a log-prob may be this much above 0 from rounding
 
 
@@ -177,9 +177,10 @@ def _logprobs(values: Any, mask: NDArray[np.bool_], uid: str) -> NDArray[np.floa
         )
     if not columns.is_full(mask):
         array = np.where(mask, array, np.float32(0))
-    # As integers, positive floats (and positive NaN) are positive; as unsigned ones, -inf and negative NaN are
-    # the largest. So two integer passes find every value that is not finite and <= 0.
-    if np.maximum.reduce(array.view(np.int32)) <= 0 and np.maximum.reduce(array.view(np.uint32)) < _MINUS_INF:
+    # As int32, finite negative floats lie below -inf's bits; zeros, NaN, infinities and positive floats do not.
+    bits = array.view(np.int32)
+    highest = np.maximum.reduce(bits)
+    if highest < _MINUS_INF or (highest == 0 and not ((bits >= _MINUS_INF) & (bits < 0)).any()):
         return array
     _refuse_logprobs(array, uid)
     return np.minimum(array, np.float32(0))

@@ -50,8 +50,9 @@ class Failure(NamedTuple):
     code: int
     last_words: str
 
-    def sentence(self) -> str:
-        return f"{self.name} ended: {describe_exit(self.code)}"
+    def sentence(self, *, with_reason: bool = False) -> str:
+        reason = self.last_words.rpartition("\n")[2] if with_reason and self.code > 0 else ""
+        return f"{self.name} ended: {describe_exit(self.code)}{', ' if reason else ''}{reason}"
 
 
 class _Daemon:
@@ -99,6 +100,7 @@ class LocalLauncher:
         self._daemons = [_Daemon(spec) for spec in daemons]
         self._failures: list[Failure] = []
         self._trainer_ended: float | None = None
+        self._run_finished = False
         self._lock: IO[str] | None = None
 
     # ------------------------------------------------------------------ life
@@ -138,6 +140,10 @@ class LocalLauncher:
                 "%s did not end by themselves %.0f s after the trainer", ", ".join(running), FINISH_S
             )
         return Outcome(0)
+
+    def pids(self) -> dict[str, int]:
+        """Daemon name → process id, of those that run now."""
+        return {each.spec.name: each.process.pid for each in self._daemons if each.process is not None}
 
     def close(self) -> None:
         """End what still runs: SIGTERM, the grace time, then SIGKILL. Twice is harmless."""
@@ -182,7 +188,7 @@ class LocalLauncher:
         if code is None:
             return None
         log_file, daemon.process = daemon.process.log_file, None
-        if code == 0 and (self._trainer_ended is not None or self._finished()):
+        if code == 0 and self._has_finished():
             daemon.done = True
             logger.info("%s has finished", daemon.spec.name)
             if daemon.spec.role == "trainer":
@@ -196,6 +202,11 @@ class LocalLauncher:
             logger.warning("%s ended (%s) after the run had finished", daemon.spec.name, describe_exit(code))
             return None
         return self._failed(daemon, Failure(now, daemon.spec.name, code, last_words(log_file)))
+
+    def _has_finished(self) -> bool:
+        """Asked only when a daemon has ended: it reads the ledger. Once true, true for ever."""
+        self._run_finished = self._run_finished or self._finished()
+        return self._run_finished
 
     def _ended_early(self, daemon: _Daemon, now: float) -> None:
         """It ended well but too soon (someone sent it SIGTERM): a place of the run must not stay empty."""
@@ -218,9 +229,8 @@ class LocalLauncher:
         daemon.restarts.append(failure.at)
         daemon.start_at = failure.at + pause
         logger.warning(
-            "%s: %s; starting it again in %.1f s, restart %d of at most %d in %.0f s (%s)",
-            failure.sentence(),
-            failure.last_words.rpartition("\n")[2],
+            "%s; starting it again in %.1f s, restart %d of at most %d in %.0f s (%s)",
+            failure.sentence(with_reason=True),
             pause,
             len(daemon.restarts),
             self._limits.max_restarts,

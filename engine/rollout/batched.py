@@ -26,7 +26,14 @@ from typing import Any
 import torch
 
 from engine.interfaces import Completion, EngineError, Sampling, WeightsId
-from engine.rollout.loading import ENGINE_CLOSED, ENGINE_DIED, NO_WEIGHTS, PauseMode, load_verified, weights_id
+from engine.rollout.loading import (
+    ENGINE_CLOSED,
+    ENGINE_DIED,
+    NO_WEIGHTS,
+    PauseMode,
+    load_verified,
+    weights_id,
+)
 from engine.rollout.torch_decoder import Decoder, Outcome, Request
 from engine.rollout.torch_model import ServedModel
 from streams.events import WeightsPublished
@@ -58,7 +65,8 @@ class BatchedEngine:
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self.name, self.seed, self.pause_mode = name, seed, pause_mode
+        self.name, self.seed = name, seed
+        self.pause_mode: PauseMode = pause_mode
         self._model = ServedModel(folder, dtype=dtype, device=device, attn_implementation=attn_implementation)
         self._decoder = Decoder(self._model, max_forward_tokens=max_forward_tokens)
         self._inbox: queue.SimpleQueue[list[Request] | _Command | None] = queue.SimpleQueue()

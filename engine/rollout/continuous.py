@@ -50,12 +50,31 @@ _CPU_CACHED_TOKENS = 65_536  # where the manager cannot measure how much memory 
 class _Live:
     """One call of generate(). With every retraction it becomes another request of the manager."""
 
-    __slots__ = ("future", "ids", "logprobs", "max_tokens", "n_in_runs", "prompt_ids", "runs", "sampling", "sub_id")
+    __slots__ = (
+        "future",
+        "ids",
+        "logprobs",
+        "max_tokens",
+        "n_in_runs",
+        "prompt_ids",
+        "runs",
+        "sampling",
+        "sub_id",
+    )
 
     def __init__(
-        self, prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int, future: asyncio.Future[Completion]
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        max_tokens: int,
+        future: asyncio.Future[Completion],
     ) -> None:
-        self.prompt_ids, self.sampling, self.max_tokens, self.future = list(prompt_ids), sampling, max_tokens, future
+        self.prompt_ids, self.sampling, self.max_tokens, self.future = (
+            list(prompt_ids),
+            sampling,
+            max_tokens,
+            future,
+        )
         self.ids: list[int] = []  # of earlier requests of the manager
         self.logprobs: list[float] = []
         self.runs: list[VersionRun] = []
@@ -124,7 +143,8 @@ class ContinuousEngine:
             raise EngineError(NO_WEIGHTS, f"{self.name} holds no weights yet")
         if sampling.temperature != self._temperature:
             raise EngineError(
-                "bad_request", f"temperature {sampling.temperature}, this engine samples at {self._temperature}"
+                "bad_request",
+                f"temperature {sampling.temperature}, this engine samples at {self._temperature}",
             )
         most = self._model.most_tokens(prompt_ids, sampling.max_tokens)
         live = _Live(prompt_ids, sampling, most, asyncio.get_running_loop().create_future())
@@ -307,12 +327,10 @@ def _manager(
     model: ServedModel, temperature: float, seed: int, max_concurrency: int, max_cached_tokens: int | None
 ) -> Any:
     """A manager of continuous batching that returns log-probs and can be paused. Raises ConfigError without one."""
-    try:
-        from transformers import ContinuousBatchingConfig
-        from transformers.generation.continuous_batching import ContinuousBatchingManager
-    except ImportError:
-        ContinuousBatchingConfig = ContinuousBatchingManager = None  # noqa: N806
-    if not hasattr(ContinuousBatchingManager, "pause"):
+    import transformers
+    from transformers.generation import continuous_batching
+
+    if not hasattr(getattr(continuous_batching, "ContinuousBatchingManager", None), "pause"):
         raise ConfigError(
             'rollout.decode = "continuous": needs a transformers whose continuous batching returns log-probs and can '
             'pause (5.24 does); update it, or set rollout.decode = "batched"'
@@ -323,7 +341,7 @@ def _manager(
     if model.device.type == "cpu":
         sizes = {"page_size": _CPU_PAGE, "max_batch_tokens": _CPU_BATCH_TOKENS}
         max_cached_tokens = max_cached_tokens or max(_CPU_CACHED_TOKENS, 2 * model.max_length)
-    config = ContinuousBatchingConfig(
+    config = transformers.ContinuousBatchingConfig(
         return_logprobs=True,
         allow_block_sharing=False,
         use_async_batching=False,

@@ -23,6 +23,7 @@ counts as the oldest one named, or, with none named, as the weights held when it
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -159,7 +160,9 @@ def _reply(context: GenerateContext, input_ids: list[int], done: Completion | No
         "completion_tokens": len(ids),
         "cached_tokens": 0,
         "finish_reason": {"type": reason},
-        "output_token_logprobs": [(logprob, token, None) for logprob, token in zip(logprobs, ids, strict=True)],
+        "output_token_logprobs": [
+            (logprob, token, None) for logprob, token in zip(logprobs, ids, strict=True)
+        ],
         "weight_version": str(min(run[1] for run in done.versions)) if done is not None else "",
     }
     return {"text": context.text.text(ids) if ids else "", "output_ids": ids, "meta_info": meta}
@@ -191,7 +194,9 @@ def _sampling(default: Sampling, params: Mapping[str, Any]) -> Sampling:
             f"{default.temperature}, top_p 1 and top_k -1 give the log-probs that are trained on",
         )
     if params.get("stop"):
-        raise InvalidEvent("generate_error", 'sampling_params "stop": stop texts are not served, use stop_token_ids')
+        raise InvalidEvent(
+            "generate_error", 'sampling_params "stop": stop texts are not served, use stop_token_ids'
+        )
     return Sampling(
         max_tokens=int(params.get("max_new_tokens") or default.max_tokens),
         temperature=temperature,
@@ -202,6 +207,5 @@ def _sampling(default: Sampling, params: Mapping[str, Any]) -> Sampling:
 def _turns(mask: NDArray[np.bool_]) -> list[tuple[int, int, str]]:
     edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
     return [
-        (start, end, "policy" if mask[start] else "environment")
-        for start, end in zip(edges[:-1], edges[1:], strict=True)
+        (start, end, "policy" if mask[start] else "environment") for start, end in itertools.pairwise(edges)
     ]

@@ -37,8 +37,19 @@ class Aborted(Exception):
 class GenerateContext:
     """What a generate function is given for one sample."""
 
-    __slots__ = ("_calls", "_rng", "clock", "engine", "options", "request_id", "sampling", "seed", "started_ms",
-                 "task_offset", "text")
+    __slots__ = (
+        "_calls",
+        "_rng",
+        "clock",
+        "engine",
+        "options",
+        "request_id",
+        "sampling",
+        "seed",
+        "started_ms",
+        "task_offset",
+        "text",
+    )
 
     def __init__(
         self,
@@ -214,7 +225,7 @@ async def guess(context: GenerateContext, task: TaskDispatched, index: int) -> S
     for turn in range(1, game.TURNS + 1):
         completion = await context.complete(episode.context, one_token)
         episode.append_policy(completion)
-        word = text.text(completion.ids)
+        word = text.text(completion.ids.tolist())
         words.append(word)
         if sigma > 0:
             median_s = float(context.options.get("slow_tools_median_s", 0.02))

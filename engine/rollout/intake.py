@@ -57,7 +57,9 @@ class _Place:
         self.lane = Lane(partition, self.position)
         self.finished = place.finished["tasks"]
         self.known: OrderedDict[str, None] = OrderedDict(
-            (event.uid, None) for event in place.done if isinstance(event, (TrajectoryFinished, RolloutFailed))
+            (event.uid, None)
+            for event in place.done
+            if isinstance(event, (TrajectoryFinished, RolloutFailed))
         )
 
 
@@ -101,7 +103,11 @@ class Intake:
     def start(self) -> None:
         """Join the group and start reading. Raises ShareHeld while another live process has this share."""
         self._membership = self.log.join(
-            "rollout", self.topics.name("tasks"), replica=self._replica, replicas=self._replicas, member=self._name
+            "rollout",
+            self.topics.name("tasks"),
+            replica=self._replica,
+            replicas=self._replicas,
+            member=self._name,
         )
         self._thread.start()
 
@@ -130,7 +136,9 @@ class Intake:
                 said = False
             except (LogUnavailable, LogFull) as error:  # full: a dead letter could not be written
                 if not said:
-                    logger.warning("%s: the log does not serve (%s); reading goes on when it does", self._name, error)
+                    logger.warning(
+                        "%s: the log does not serve (%s); reading goes on when it does", self._name, error
+                    )
                 said = True
                 self._stop.wait(_OUTAGE_PAUSE_S)
             except BaseException as error:  # handed to the worker, which ends with it
@@ -168,8 +176,14 @@ class Intake:
         for partition in sorted(partitions - set(self._places)):
             began = time.monotonic()
             self._places[partition] = place = _Place(self.log, self.topics, partition)
-            logger.info("%s: owns partition %d, goes on at task %d with %d samples done (%.2f s)", self._name,
-                        partition, place.position, len(place.known), time.monotonic() - began)
+            logger.info(
+                "%s: owns partition %d, goes on at task %d with %d samples done (%.2f s)",
+                self._name,
+                partition,
+                place.position,
+                len(place.known),
+                time.monotonic() - began,
+            )
         return True
 
     def _watched(self) -> dict[TopicPartition, int]:
@@ -184,7 +198,9 @@ class Intake:
             self.topics.name("tasks"), place.lane.partition, place.position, max_records=min(room, 64)
         )
         decoded = [(record.offset, self.reader.decode(record)) for record in batch.records]
-        members: list[Member] = []  # nothing may fail from here on: a uid counts as taken once it is remembered
+        members: list[
+            Member
+        ] = []  # nothing may fail from here on: a uid counts as taken once it is remembered
         for offset, event in decoded:
             if isinstance(event, TaskDispatched):
                 found = [] if offset in place.finished else self._members(place, offset, event)

@@ -31,7 +31,9 @@ def on_disk(run_dir: Path) -> Locate:
         uri = published.uris.get("disk", "")
         if not uri:
             offered = ", ".join(published.uris) or "none"
-            raise EngineError(WEIGHTS_UNREADABLE, f"version {published.version} has no disk URI, only {offered}")
+            raise EngineError(
+                WEIGHTS_UNREADABLE, f"version {published.version} has no disk URI, only {offered}"
+            )
         return run_dir / uri.removeprefix("file://")
 
     return locate

@@ -15,15 +15,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from consumers.runner import Inputs, with_progress
 from streams import codec
 from streams.errors import LogFull, LogUnavailable, RecordTooLarge
-from streams.events import DeadLetter, Event, InputProgress, Metrics, RolloutFailed, TrajectoryFinished
+from streams.events import DeadLetter, Event, Metrics, Progress, RolloutFailed, TrajectoryFinished
 from streams.log import EventLog, NewRecord, TopicPartition
 from streams.topics import Topics
 
@@ -62,7 +61,7 @@ class Lane:
                 del self._left[offset]
                 self._inputs.finished(offset)
 
-    def progress(self) -> dict[str, InputProgress]:
+    def progress(self) -> Progress:
         with self._lock:
             return {"tasks": self._inputs.progress()}
 
@@ -79,7 +78,9 @@ class _Append:
         self.lane, self.offset, self.after = lane, offset, after
 
 
-_Sent = tuple[Future[int], list[_Append]]
+class _Sent(NamedTuple):
+    future: Future[int]
+    appends: list[_Append]
 
 
 class Publisher:
@@ -92,7 +93,7 @@ class Publisher:
         self.error: BaseException | None = None  # nothing can be published any more
         self.published = 0  # events acknowledged
         self._retry_s = retry.total_seconds()
-        self._queue: queue.SimpleQueue[_Append | _Sent | Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Append | _Sent | None] = queue.SimpleQueue()
         self._waiting: list[_Append] = []  # refused for now
         self._again_at = 0.0
         self._stuck_since: float | None = None
@@ -161,10 +162,10 @@ class Publisher:
         while item is not _NOTHING:
             if item is None:
                 return False
-            if isinstance(item, _Append):
-                fresh.append(item)
+            if isinstance(item, _Sent):
+                self._judge(item.future, item.appends)
             else:
-                self._judge(*item)
+                fresh.append(item)
             if len(fresh) >= _MOST_PER_APPEND:
                 break
             item = self._queue.get_nowait() if not self._queue.empty() else _NOTHING
@@ -195,10 +196,21 @@ class Publisher:
         progress = lane.progress() if lane is not None else None
         records: list[NewRecord] = []
         for append in appends:
-            event = append.event if progress is None else with_progress(append.event, progress)
-            records.append(codec.encode(event, producer=self.producer))
+            records.append(self._encoded(append, progress))
         future = self.log.submit(place.topic, place.partition, records)
-        future.add_done_callback(lambda done: self._queue.put((done, appends)))
+        future.add_done_callback(lambda done: self._queue.put(_Sent(done, appends)))
+
+    def _encoded(self, append: _Append, progress: Progress | None) -> NewRecord:
+        try:
+            event = append.event if progress is None else with_progress(append.event, progress)
+            return codec.encode(event, producer=self.producer)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            if not isinstance(append.event, TrajectoryFinished):
+                raise
+            # metadata that a generate function made of types which have no form in the log
+            logger.error("%s: %s cannot be encoded: %s", self.producer, append.event.uid, error)
+            append.event = failed_from(append.event, "unencodable", f"{type(error).__name__}: {error}")
+            return self._encoded(append, progress)
 
     def _judge(self, future: Future[int], appends: list[_Append]) -> None:
         try:
@@ -212,8 +224,11 @@ class Publisher:
 
     def _acknowledged(self, appends: list[_Append]) -> None:
         if self._stuck_since is not None:
-            logger.info("%s: the log takes appends again after %.1f s", self.producer,
-                        time.monotonic() - self._stuck_since)
+            logger.info(
+                "%s: the log takes appends again after %.1f s",
+                self.producer,
+                time.monotonic() - self._stuck_since,
+            )
             self._stuck_since = None
         for append in appends:
             if append.lane is not None:
@@ -234,8 +249,13 @@ class Publisher:
             self._stuck_since = now
         if now - self._said_at >= _SAY_AGAIN_S:
             self._said_at = now
-            logger.error("%s: cannot append (%s); %d events wait and no sample is started, trying again every "
-                         "%.1f s", self.producer, error, self._open, self._retry_s)
+            logger.error(
+                "%s: cannot append (%s); %d events wait and no sample is started, trying again every %.1f s",
+                self.producer,
+                error,
+                self._open,
+                self._retry_s,
+            )
 
     def _too_large(self, appends: list[_Append], error: RecordTooLarge) -> None:
         """One record of the append is over the log's limit: find it, and give its sample a typed failure."""

@@ -212,12 +212,12 @@ def scripted_engine(
 ) -> ScriptedEngine:
     """From `rollout.options`; all of them are optional.
 
-        words        list of words: the vocabulary (default: one token a byte)
-        answers      table prompt → answer or list of answers;  default: the answer to other prompts ("ok")
-        policy       "coin" (heads, tails: two texts) or "bisect", instead of a table
-        token_s      seconds of one token;  update_s: seconds of a weight update
-        fault        one of nan, infinite, positive, short_logprobs, short_versions, error
-        fault_share  share of requests that have it (1);  fault_match: only request ids that hold this text
+    words        list of words: the vocabulary (default: one token a byte)
+    answers      table prompt → answer or list of answers;  default: the answer to other prompts ("ok")
+    policy       "coin" (heads, tails: two texts) or "bisect", instead of a table
+    token_s      seconds of one token;  update_s: seconds of a weight update
+    fault        one of nan, infinite, positive, short_logprobs, short_versions, error
+    fault_share  share of requests that have it (1);  fault_match: only request ids that hold this text
     """
     tokenizer = WordTokenizer(options["words"]) if "words" in options else ByteTokenizer()
     text = TokenText(tokenizer)

@@ -28,11 +28,23 @@ from streams.errors import ConfigError
 class Request:
     """One call of generate(), on its way through the decoder."""
 
-    __slots__ = ("future", "is_cancelled", "key", "max_tokens", "n_in_runs", "prompt_ids", "request_id", "runs", "sampling")
+    __slots__ = (
+        "future",
+        "is_cancelled",
+        "key",
+        "max_tokens",
+        "n_in_runs",
+        "prompt_ids",
+        "request_id",
+        "runs",
+        "sampling",
+    )
 
     def __init__(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str, seed: int) -> None:
         self.prompt_ids, self.sampling, self.request_id = prompt_ids, sampling, request_id
-        self.key = int.from_bytes(hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=8).digest(), "little")
+        self.key = int.from_bytes(
+            hashlib.blake2b(f"{seed}/{request_id}".encode(), digest_size=8).digest(), "little"
+        )
         self.max_tokens = sampling.max_tokens
         self.runs: list[VersionRun] = []  # closed ones: of weights that were swapped out meanwhile
         self.n_in_runs = 0
@@ -97,7 +109,10 @@ class _Rows:
 
     def _fit(self, rows: int, stops: int, tokens: int) -> None:
         rows = self._grown(rows, len(self.counts))
-        widths = {"stops": self._grown(stops, self.stops.shape[1]), "ids": self._grown(tokens, self.ids.shape[1])}
+        widths = {
+            "stops": self._grown(stops, self.stops.shape[1]),
+            "ids": self._grown(tokens, self.ids.shape[1]),
+        }
         widths["logprobs"] = widths["ids"]
         for name in self._ARRAYS:
             array = getattr(self, name)
@@ -185,10 +200,14 @@ class Decoder:
             found = list(prompts)
             for places in in_chunks([len(each) for each in found], self.max_forward_tokens):
                 chunk = [found[place] for place in places]
-                outcomes += self._first_tokens(chunk, [prompts[each] for each in chunk], join=prompts is several)
+                outcomes += self._first_tokens(
+                    chunk, [prompts[each] for each in chunk], join=prompts is several
+                )
         return outcomes
 
-    def _prefill(self, sequences: Sequence[Sequence[int]], kept: NDArray[np.int64], use_cache: bool = True) -> Any:
+    def _prefill(
+        self, sequences: Sequence[Sequence[int]], kept: NDArray[np.int64], use_cache: bool = True
+    ) -> Any:
         input_ids = torch.from_numpy(padded(sequences)).to(self.model.device)
         return self.model.forward(
             input_ids,
@@ -268,7 +287,9 @@ class Decoder:
             self._close_run(request, count)
             ids = rows.ids[row, :count].copy()
             reason = finish_reason or ("stop" if ids[-1] in request.sampling.stop_ids else "length")
-            outcomes.append((request, Completion(ids, rows.logprobs[row, :count].copy(), request.runs, reason)))
+            outcomes.append(
+                (request, Completion(ids, rows.logprobs[row, :count].copy(), request.runs, reason))
+            )
         rows.move(*self._slots.leave(gone), self._slots.n_rows)
         self.requests += len(outcomes)
         return outcomes

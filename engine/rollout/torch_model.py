@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from engine.interfaces import EngineError
 from engine.rollout.loading import WEIGHTS_MISMATCH
@@ -28,7 +29,8 @@ class ServedModel:
         self, folder: Path, *, dtype: str = "float32", device: str = "cpu", attn_implementation: str = "sdpa"
     ) -> None:
         self.device = torch.device(device)
-        self.model = AutoModelForCausalLM.from_pretrained(
+        transformers_logging.disable_progress_bar()  # stderr is a log here
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=_DTYPES[dtype], attn_implementation=attn_implementation, local_files_only=True
         )
         self.model.requires_grad_(False).eval().to(self.device)
@@ -67,7 +69,9 @@ class ServedModel:
             raise EngineError("bad_request", f"prompt ids must be in [0, {self.vocab_size})")
         room = self.max_length - len(prompt_ids)
         if room < 1:
-            raise EngineError("prompt_too_long", f"{len(prompt_ids)} prompt tokens, the model takes {self.max_length}")
+            raise EngineError(
+                "prompt_too_long", f"{len(prompt_ids)} prompt tokens, the model takes {self.max_length}"
+            )
         return min(max_tokens, room)
 
     # -- weights

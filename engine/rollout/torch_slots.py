@@ -43,6 +43,10 @@ class _SlotLayer(DynamicLayer):
         self.keys[rows, :, :length] = keys
         self.values[rows, :, :length] = values
 
+    def grow(self) -> None:
+        if self.keys is not None and self.values is not None:
+            self._fit(self.keys, self.values)
+
     def _fit(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         rows, length = self._slots.rows_capacity, self._slots.length_capacity
         if self.keys is not None and self.keys.shape[0] >= rows and self.keys.shape[2] >= length:
@@ -84,7 +88,9 @@ class Slots(Cache):
         places = torch.arange(self.used_length, device=self._device)
         mask = (places <= self.position_index[:, None])[:, None, None]
         if not self._use_bool_mask:
-            mask = torch.zeros(mask.shape, device=self._device).masked_fill_(~mask, torch.finfo(torch.float32).min)
+            mask = torch.zeros(mask.shape, device=self._device).masked_fill_(
+                ~mask, torch.finfo(torch.float32).min
+            )
         return self.position_index[:, None], mask
 
     def end(self) -> None:
@@ -129,5 +135,4 @@ class Slots(Cache):
         if length > self.length_capacity:
             self.length_capacity = max(length, self.length_capacity * 3 // 2, _GROW_LENGTH)
         for layer in self.layers:
-            if layer.keys is not None:
-                layer._fit(layer.keys, layer.values)  # pyright: ignore
+            layer.grow()  # pyright: ignore[reportAttributeAccessIssue]

@@ -280,7 +280,7 @@ class PartitionWriter:
         self._add_to_index(b"".join(raw for position, raw in entries if position < good.position))
         self._indexed_at = self._last_indexed(good)
         if good.end > state.end:
-            logger.warning("%s: took over %d records beyond the mark", self._folder, good.end - state.end)
+            logger.info("%s: took over %d records beyond the mark", self._folder, good.end - state.end)
         return good
 
     def _cut_index(self, state: MarkState) -> None:

@@ -79,7 +79,9 @@ class Run:
         return self.write("tasks", task, partition)
 
     def finish(self) -> None:
-        self.write("ledger", RunFinished(epoch=self.epoch, step=1, version=1, reason="data_ended", finished_ms=1))
+        self.write(
+            "ledger", RunFinished(epoch=self.epoch, step=1, version=1, reason="data_ended", finished_ms=1)
+        )
 
 
 class OnThread:

@@ -14,15 +14,18 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from engine.interfaces import Completion, EngineError, Sampling  # noqa: E402
+from engine.rollout import generate  # noqa: E402
 from engine.rollout.batched import BatchedEngine  # noqa: E402
 from engine.rollout.torch_model import sample, uniforms  # noqa: E402
 from engine.tasks import GUESS, tiny  # noqa: E402
 from engine.weights.store import WeightStore  # noqa: E402
 from streams.errors import ConfigError  # noqa: E402
-from streams.events import WeightsPublished  # noqa: E402
+from streams.events import TrajectoryFinished, WeightsPublished  # noqa: E402
+from streams.trajectory import open_payload  # noqa: E402
+from tests.engine.rollout_support import OnThread, Run, eventually, make_worker  # noqa: E402
 
 VOCABULARY = 48
 TOLERANCE = 5e-6
@@ -32,17 +35,35 @@ DEADLINE_S = 60.0
 def gpt2(seed: int) -> Any:
     torch.manual_seed(seed)
     return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_positions=96, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3,
-                   resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)  # fmt: skip
+        GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=96,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            initializer_range=0.3,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
     ).eval()
 
 
 def qwen3(seed: int) -> Any:
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=96,
-                    initializer_range=0.3, tie_word_embeddings=True)  # fmt: skip
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=96,
+            initializer_range=0.3,
+            tie_word_embeddings=True,
+        )
     ).eval()
 
 
@@ -106,14 +127,21 @@ def test_logprobs_equal_a_forward_without_cache(folder: Folder, max_tokens: int)
     async def scene() -> list[Completion]:
         await engine.update(*folder.publish(1))
         return await asyncio.gather(
-            *(engine.generate(ids, Sampling(max_tokens), request_id=f"r{i}") for i, ids in enumerate(prompts(40)))
+            *(
+                engine.generate(ids, Sampling(max_tokens), request_id=f"r{i}")
+                for i, ids in enumerate(prompts(40))
+            )
         )
 
     model = folder.build(1)
     done = play(engine, scene)
     for ids, each in zip(prompts(40), done, strict=True):
         assert_exact(model, ids, each)
-        assert (len(each.ids), each.finish_reason, each.versions) == (max_tokens, "length", [(3, 1, max_tokens)])
+        assert (len(each.ids), each.finish_reason, each.versions) == (
+            max_tokens,
+            "length",
+            [(3, 1, max_tokens)],
+        )
     assert engine.stats()["tokens"] == 40 * max_tokens
 
 
@@ -124,7 +152,10 @@ def test_each_request_has_its_own_temperature_length_and_stop_ids(folder: Folder
     async def scene() -> list[Completion]:
         await engine.update(*folder.publish(1))
         return await asyncio.gather(
-            *(engine.generate(ids, wish, request_id=f"r{i}") for i, (ids, wish) in enumerate(zip(prompts(30), wishes)))
+            *(
+                engine.generate(ids, wish, request_id=f"r{i}")
+                for i, (ids, wish) in enumerate(zip(prompts(30), wishes, strict=True))
+            )
         )
 
     model = folder.build(1)
@@ -185,7 +216,8 @@ async def spanning(engine: BatchedEngine, folder: Folder, asked: list[list[int]]
     await engine.update(*folder.publish(1))
     version2 = folder.publish(2)
     running = [
-        asyncio.ensure_future(engine.generate(ids, Sampling(64), request_id=f"r{i}")) for i, ids in enumerate(asked)
+        asyncio.ensure_future(engine.generate(ids, Sampling(64), request_id=f"r{i}"))
+        for i, ids in enumerate(asked)
     ]
     while engine.stats()["tokens"] < 4 * len(asked):
         await asyncio.sleep(0)
@@ -226,7 +258,7 @@ def test_wrong_weights_are_refused_and_the_old_ones_stay_whole(folder: Folder) -
         good = folder.publish(1)
         await engine.update(*good)
         event, path = folder.publish(2)
-        with pytest.raises(EngineError, match="weights_mismatch: .* was published as 0000"):
+        with pytest.raises(EngineError, match=r"weights_mismatch: .* was published as 0000"):
             await engine.update(msgspec.structs.replace(event, digest="0" * 64), path)
         with pytest.raises(EngineError, match="weights_unreadable"):
             await engine.update(event, path.with_name("absent.safetensors"))
@@ -266,7 +298,11 @@ def test_requests_that_cannot_be_served_say_why_and_harm_no_other(tmp_path: Path
             await engine.generate([1], Sampling(1), request_id="early")
         await engine.update(*folder.publish(1))
         good = asyncio.ensure_future(engine.generate([1], Sampling(30), request_id="good"))
-        for ids, reason in (([], "bad_request"), ([VOCABULARY], "bad_request"), ([1] * 96, "prompt_too_long")):
+        for ids, reason in (
+            ([], "bad_request"),
+            ([VOCABULARY], "bad_request"),
+            ([1] * 96, "prompt_too_long"),
+        ):
             with pytest.raises(EngineError, match=reason):
                 await engine.generate(ids, Sampling(4), request_id=reason)
         assert len((await good).ids) == 30
@@ -340,11 +376,19 @@ def test_a_model_with_sliding_windows_is_refused_by_name(tmp_path: Path) -> None
     from transformers import MistralConfig, MistralForCausalLM
 
     MistralForCausalLM(
-        MistralConfig(vocab_size=24, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-                      num_key_value_heads=1, sliding_window=8, max_position_embeddings=64)  # fmt: skip
+        MistralConfig(
+            vocab_size=24,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            sliding_window=8,
+            max_position_embeddings=64,
+        )
     ).save_pretrained(tmp_path)
     tiny.build_tokenizer(GUESS).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match='set rollout.decode = "continuous"'):
+    with pytest.raises(ConfigError, match=r'set rollout.decode = "continuous"'):
         BatchedEngine(tmp_path)
 
 
@@ -368,9 +412,39 @@ def test_uniforms_depend_on_key_and_count_alone_and_fill_the_unit_interval() -> 
     assert (uniforms(keys[::-1].copy(), np.zeros(50_000, np.int64))[::-1] == first).all()
     second = uniforms(keys, np.ones(50_000, np.int64))
     assert abs(np.corrcoef(first, second)[0, 1]) < 0.02
-    assert 0 <= first.min() and first.max() < 1
+    assert first.min() >= 0 and first.max() < 1
     assert np.abs(np.histogram(first, 20, (0, 1))[0] / 2500 - 1).max() < 0.1
 
 
-def test_the_model_folder_itself_opens_with_transformers(folder: Folder) -> None:
-    assert AutoModelForCausalLM.from_pretrained(folder.path) is not None
+def test_the_worker_plays_the_demos_game_through_a_weight_update(tmp_path: Path) -> None:
+    run = Run(tmp_path, partitions=3)
+    model = tiny.build_model(GUESS, 0)
+    tiny.save(tmp_path / "model", model, tiny.build_tokenizer(GUESS))
+    run.publish(0, dict(model.named_parameters()))
+    engine = BatchedEngine(tmp_path / "model", threads=1)
+    worker = make_worker(run, engine, generate.guess, max_concurrency=32)
+    with OnThread(worker):
+        for number in range(48):
+            run.dispatch("guess", n_samples=4, partition=number % 3, label=str(number % 16))
+            if number == 24:
+                run.publish(1, dict(tiny.build_model(GUESS, 1).named_parameters()))
+        eventually(lambda: len(run.of("trajectories", TrajectoryFinished)) == 192, "every sample")
+        eventually(lambda: engine.held is not None and engine.held.version == 1, "version 1")
+        for number in range(4):
+            run.dispatch("guess", n_samples=4, partition=0, label=str(number), min_version=1)
+        eventually(lambda: len(run.of("trajectories", TrajectoryFinished)) == 208, "every sample")
+    models = {0: model, 1: tiny.build_model(GUESS, 1)}
+    events = run.of("trajectories", TrajectoryFinished)
+    assert len({event.uid for event in events}) == 208
+    for event in events:
+        payload = open_payload(event)
+        ids = payload.response_ids.tolist()
+        assert engine.tokenizer.decode(ids) == event.response
+        assert payload.loss_mask.tolist() == [place % 2 == 0 for place in range(len(ids))]
+        at = 0
+        for _, version, n_tokens in payload.versions:
+            wanted = cacheless(models[version], payload.prompt_ids.tolist(), ids)[at : at + n_tokens]
+            span = payload.loss_mask[at : at + n_tokens]
+            assert np.abs(payload.logprobs[at : at + n_tokens] - wanted)[span].max(initial=0) < TOLERANCE
+            at += n_tokens
+    assert {event.versions[0][1] for event in events[-4:]} == {1}

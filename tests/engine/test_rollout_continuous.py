@@ -29,9 +29,17 @@ VOCABULARY, TOLERANCE, DEADLINE_S = 48, 5e-6, 60.0
 def build(seed: int) -> Any:
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
-        Qwen3Config(vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                    num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512,
-                    initializer_range=0.3)  # fmt: skip
+        Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=512,
+            initializer_range=0.3,
+        )
     ).eval()
 
 
@@ -64,7 +72,11 @@ def play(engine: ContinuousEngine, scene: Callable[[], Awaitable[Any]]) -> Any:
 def cacheless(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> np.ndarray:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids]), use_cache=False).logits[0].float() / temperature
-    return torch.log_softmax(logits, -1)[len(prompt) - 1 : -1].gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+    return (
+        torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        .gather(1, torch.tensor(ids)[:, None])[:, 0]
+        .numpy()
+    )
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -80,7 +92,10 @@ def test_logprobs_equal_a_forward_without_cache(store: WeightStore, temperature:
     async def scene() -> list[Completion]:
         await engine.update(*publish(store, 1))
         return await asyncio.gather(
-            *(engine.generate(ids, wish, request_id=f"r{i}") for i, (ids, wish) in enumerate(zip(prompts(12), wishes)))
+            *(
+                engine.generate(ids, wish, request_id=f"r{i}")
+                for i, (ids, wish) in enumerate(zip(prompts(12), wishes, strict=True))
+            )
         )
 
     model = build(1)
@@ -99,11 +114,14 @@ async def spanning(engine: ContinuousEngine, store: WeightStore, asked: list[lis
     await engine.update(*publish(store, 1))
     later = [publish(store, 2), publish(store, 3)]
     running = [
-        asyncio.ensure_future(engine.generate(ids, Sampling(400), request_id=f"r{i}")) for i, ids in enumerate(asked)
+        asyncio.ensure_future(engine.generate(ids, Sampling(400), request_id=f"r{i}"))
+        for i, ids in enumerate(asked)
     ]
     for version in later:
         known = sum(len(live.ids) for live in engine._live.values())
-        while sum(len(live.ids) + len(engine._tokens_of(live)) for live in engine._live.values()) < known + 40:
+        while (
+            sum(len(live.ids) + len(engine._tokens_of(live)) for live in engine._live.values()) < known + 40
+        ):
             await asyncio.sleep(0)
         assert await engine.update(*version) > 0
     return await asyncio.gather(*running)
@@ -161,10 +179,11 @@ def test_an_abort_a_cancelled_caller_and_a_close_end_their_requests(store: Weigh
         with pytest.raises(EngineError, match="no_weights"):
             await engine.generate([1], Sampling(1), request_id="early")
         await engine.update(*publish(store, 1))
-        with pytest.raises(EngineError, match="bad_request: temperature 0.5"):
+        with pytest.raises(EngineError, match=r"bad_request: temperature 0.5"):
             await engine.generate([1], Sampling(1, 0.5), request_id="warm")
         first, second, third = (
-            asyncio.ensure_future(engine.generate([1, i], Sampling(500), request_id=f"r{i}")) for i in range(3)
+            asyncio.ensure_future(engine.generate([1, i], Sampling(500), request_id=f"r{i}"))
+            for i in range(3)
         )
         while len(engine._live) < 3 or not engine._tokens_of(engine._live["r0"]):
             await asyncio.sleep(0)

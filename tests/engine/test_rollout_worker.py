@@ -19,6 +19,7 @@ from engine.interfaces import Sampling, WeightsId
 from engine.rollout.generate import Aborted, single_turn
 from engine.rollout.scripted import ScriptedEngine, fault_of, from_table, scripted_engine
 from engine.rollout.text import ByteTokenizer
+from engine.rollout.worker import RolloutWorker
 from streams.errors import LogFull
 from streams.events import (
     DeadLetter,
@@ -41,6 +42,10 @@ from tests.engine.rollout_support import OnThread, Run, eventually, make_worker
 
 def engine(**fields: Any) -> ScriptedEngine:
     return ScriptedEngine(from_table({}, "ok", ByteTokenizer()), **fields)
+
+
+def version_of(worker: RolloutWorker) -> int:
+    return worker.engine.held.version if worker.engine.held is not None else -1
 
 
 def finished(run: Run) -> list[TrajectoryFinished]:
@@ -83,7 +88,8 @@ def test_nothing_is_served_before_the_first_version_is_whole(tmp_path: Path) -> 
         eventually(lambda: len(finished(run)) == 2, "trajectories after the first version")
     fleet = run.events("fleet")
     assert [type(event) for event in fleet] == [EngineJoined, EngineReady, EngineLeft]
-    assert (fleet[1].version, fleet[1].digest) == (0, worker.engine.held.digest)
+    held = worker.engine.held
+    assert held is not None and (fleet[1].version, fleet[1].digest) == (0, held.digest)
 
 
 def test_a_task_waits_for_its_min_version(tmp_path: Path) -> None:
@@ -114,7 +120,7 @@ def test_a_version_of_an_abandoned_epoch_counts_as_its_fork_point(tmp_path: Path
         run.dispatch("old", min_version=3)
         eventually(lambda: len(finished(run)) == 2, "what version 3 may serve")
         assert {each.prompt for each in finished(run)} == {"old"}
-    assert worker.engine.held.version == 5
+    assert version_of(worker) == 5
 
 
 @pytest.mark.parametrize(
@@ -150,18 +156,65 @@ def test_a_broken_sample_is_a_typed_failure_and_never_a_zero(
             assert math.isnan(raw["logprobs"][1]) and raw["logprobs"][0] == pytest.approx(math.log(0.5))
 
 
+def test_whatever_user_code_returns_ends_in_one_typed_failure(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.publish(0)
+
+    async def odd(context: Any, task: Any, index: int) -> Any:
+        sample = await single_turn(context, task, index)
+        if index == 0:
+            return None
+        if index == 1:
+            sample.uid = "another"
+        if index == 2:
+            sample.logprobs = ["a", "b"]
+        if index == 3:
+            sample.metadata = {"model": object()}  # has no form in the log
+        if index == 4:
+            sample.response_ids = {"ids": object()}
+        return sample
+
+    with OnThread(make_worker(run, engine(), odd)):
+        run.dispatch(n_samples=6)
+        eventually(lambda: len(run.events("trajectories")) == 6, "six outcomes")
+    assert [event.index for event in finished(run)] == [5]
+    reasons = {event.index: event.reason for event in failed(run)}
+    assert reasons == {
+        0: "bad_sample", 1: "bad_sample", 2: "missing_logprob", 3: "unencodable", 4: "bad_token_id"
+    }  # fmt: skip
+    assert len(run.of("dead", DeadLetter)) == 4
+
+
+def test_a_record_over_the_logs_limit_fails_its_own_sample_only(tmp_path: Path) -> None:
+    run = Run(tmp_path, log=MemoryLog(max_record_bytes=4096))
+    run.publish(0)
+
+    async def sized(context: Any, task: Any, index: int) -> Any:
+        sample = await single_turn(context, task, index)
+        if index == 1:
+            sample.response = "".join(map(chr, np.random.default_rng(0).integers(32, 50_000, 4096)))
+        return sample
+
+    with OnThread(make_worker(run, engine(), sized)):
+        run.dispatch(n_samples=4)
+        eventually(lambda: len(run.events("trajectories")) == 4, "four outcomes")
+    [failure] = failed(run)
+    assert (failure.index, failure.reason) == (1, "record_too_large")
+
+
 def test_three_refusals_among_the_last_ten_samples_flag_the_engine(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(tmp_path)
     run.publish(0)
-    worker = make_worker(run, engine(fault=fault_of("nan", match="0-0/")), max_concurrency=1)
+    made = engine(fault=fault_of("nan", match="0-0/"))
+    worker = make_worker(run, made, max_concurrency=1)
     with OnThread(worker):
         run.dispatch(n_samples=2)
         run.dispatch(n_samples=9)
         eventually(lambda: len(run.events("trajectories")) == 11, "two refused, nine good")
         assert not run.of("fleet", EngineFailed)
-        worker.engine._fault = fault_of("nan")
+        made._fault = fault_of("nan")
         run.dispatch(n_samples=2)
         eventually(lambda: len(failed(run)) == 4, "two more refused")
         assert not run.of("fleet", EngineFailed), "the first two lie further back than ten samples"
@@ -297,11 +350,11 @@ def test_weights_with_another_digest_are_never_served(tmp_path: Path) -> None:
         run.write("ledger", msgspec.structs.replace(event, digest="0" * 64))
         [failure] = eventually(lambda: run.of("fleet", EngineFailed), "the failure is told")
         assert failure.reason == "weights_mismatch"
-        assert worker.engine.held.version == 0
+        assert version_of(worker) == 0
         run.dispatch()
         eventually(lambda: len(finished(run)) == 2, "served with version 0")
         run.publish(2)
-        eventually(lambda: worker.engine.held.version == 2, "the next version heals it")
+        eventually(lambda: version_of(worker) == 2, "the next version heals it")
     assert {each.versions[0][1] for each in finished(run)} == {0}
     assert [each.version for each in run.of("fleet", EngineReady)] == [0, 2]
 
@@ -343,7 +396,7 @@ def test_abort_mode_takes_the_sample_from_the_start_and_counts_no_redispatch(tmp
         run.publish(1)
         [event] = eventually(lambda: finished(run), "the sample")
     assert (event.uid, event.attempt, event.versions) == ("0-0/0/0", 0, [(run.epoch, 1, 16)])
-    assert worker.counts["aborted_total"] == 1
+    assert worker.aborted == 1
     assert not failed(run)
 
 
@@ -390,7 +443,7 @@ def test_a_full_log_pauses_the_worker_and_loses_nothing(tmp_path: Path) -> None:
             run.dispatch(n_samples=2)
         eventually(lambda: log.refused >= 2, "appends are refused and tried again")
         assert worker.publisher.stuck
-        started = worker.counts["samples_total"]
+        started = worker.outcomes.samples
         assert started < 40, "nothing new is started while the log is full"
         log.is_full = False
         eventually(lambda: len(finished(run)) == 40, "every sample once there is room")
@@ -409,7 +462,11 @@ def test_metrics_come_each_second_and_name_what_is_counted(tmp_path: Path) -> No
             "a metrics event after the samples",
         )[0]
     assert event.source == "rollout-0"
-    assert (event.values["tokens_total"], event.values["requests_total"], event.values["version"]) == (8, 4, 3)
+    assert (event.values["tokens_total"], event.values["requests_total"], event.values["version"]) == (
+        8,
+        4,
+        3,
+    )
     assert {"in_flight", "busy"} <= event.values.keys()
 
 

@@ -400,7 +400,7 @@ def test_a_fresh_optimizer_must_be_asked_for(folder: Path, saved: tuple[TorchBac
 def test_the_state_of_another_model_is_refused_with_the_first_names_that_differ(
     folders: dict[str, Path], saved: tuple[TorchBackend, Path]
 ):
-    with pytest.raises(CheckpointError, match=r"lacks lm_head\.weight, model\.embed_tokens\.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks model\.embed_tokens\.weight, .* \(24 in all\)"):
         make(folders["qwen3"]).load(saved[1])
 
 
@@ -446,8 +446,8 @@ def test_bfloat16_trains_float32_weights_and_publishes_bfloat16(folders: dict[st
     metrics = backend.step(batch_of(8))
     assert math.isfinite(metrics["loss"]) and metrics["n_tokens"] > 0
     assert all(parameter.dtype is torch.float32 for parameter in backend.model.parameters())
-    moved = [(before[name] != tensor).float().mean() for name, tensor in backend.model.state_dict().items()]
-    assert min(moved) > 0.5  # a step of 1e-5 is far below the resolution of bfloat16 at 1
+    name = "transformer.ln_f.weight"  # about 1, where bfloat16 has steps of 4e-3 to 8e-3
+    assert (backend.model.state_dict()[name] != before[name]).all()
     assert all(tensor.dtype is torch.bfloat16 for tensor in published.values())
     assert published["lm_head.weight"] is published["transformer.wte.weight"]
 

@@ -391,6 +391,21 @@ def test_a_crash_between_naming_and_making_a_segment_is_harmless(path: Path) -> 
         assert values(log) == [b"a" * 600, b"b" * 600, b"c" * 600, b"d"]
 
 
+def test_index_entries_of_a_cut_append_do_not_answer_for_its_successor(path: Path) -> None:
+    make(path, b"first")
+    old_mark = (folder(path) / "mark").read_bytes()
+    size = segments(path)[0].stat().st_size
+    with EmbeddedLog(path) as log:
+        for i in range(20):
+            log.append("t", 0, [NewRecord(bytes(1000), (), (1 << 45) + i)])
+    (folder(path) / "mark").write_bytes(old_mark)
+    os.truncate(segments(path)[0], size + 10)
+    with EmbeddedLog(path) as log:
+        for i in range(20):
+            log.append("t", 0, [NewRecord(bytes(1000), (), (1 << 46) + i)])
+        assert log.offset_at("t", 0, (1 << 45) + 100) == 1
+
+
 # -- damage below the mark
 
 
@@ -966,6 +981,6 @@ def test_the_format_of_a_record_is_what_the_module_says(path: Path) -> None:
 
 GOLDEN_HEADER = "4d534c4701000000000000000000000000000000000000801ab41bf700000000"
 GOLDEN = (
-    "2000000062de6cb500000000000000000068e5cf8b010000070001009192a168c4017676616c7565"  # MORE is set
+    "200000001e8eeb4900000000000000000068e5cf8b010000070001009192a168c4017676616c7565"  # MORE is set
     "1400000044492a1e0100000000000000070000000000000000000000"
 )
