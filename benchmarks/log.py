@@ -82,11 +82,12 @@ def append_row(folder: Path, size: int, group: int, total: int, rounds: int, fsy
     speeds: list[tuple[float, float]] = []
     for index in range(rounds + 1):
         raw = folder / f"raw-{index}"
-        pair = (timed(with_log), timed(with_file)) if index % 2 else (timed(with_file), timed(with_log))[::-1]
+        first, second = (with_log, with_file) if index % 2 else (with_file, with_log)
+        took = {first: timed(first), second: timed(second)}
         raw.unlink()
         log.truncate_before("t", 0, log.end("t", 0))
         if index:  # the first warms up
-            speeds.append(pair)
+            speeds.append((took[with_log], took[with_file]))
     log.close()
     shutil.rmtree(folder / "log")
     done = count * len(raw_bytes) / MB

@@ -24,7 +24,7 @@ from datetime import timedelta
 from consumers.filters import Filter
 from consumers.ledger import Ledger
 from consumers.outbox import Outbox
-from consumers.runner import Clock, Inputs, Patience, Reader, Stop, now_ms, recover, with_progress
+from consumers.runner import Clock, Inputs, Patience, Reader, Stop, now_ms, recover, stamp
 from streams import codec
 from streams.errors import OffsetOutOfRange
 from streams.events import (
@@ -66,6 +66,11 @@ class _OpenGroup:
         return [
             index for index in range(self.n_samples) if index not in self.members and index not in self.failed
         ]
+
+    @property
+    def is_settled(self) -> bool:
+        """Every member has a verdict or is given up."""
+        return len(self.members) + len(self.failed) == self.n_samples
 
 
 class ProgressClock:
@@ -116,9 +121,13 @@ class _Lane:
 
     def close(self, task_offset: int) -> None:
         self.closed_above.add(task_offset)
-        self.frontier = min([group.task_offset for group in self.open.values()], default=self.tasks.read_to)
-        self.closed_above = {offset for offset in self.closed_above if offset >= self.frontier}
-        self.closed_ids = {name: at for name, at in self.closed_ids.items() if at >= self.frontier}
+        # open groups are in the order of their tasks, so the first one is the oldest
+        oldest = next(iter(self.open.values()), None)
+        frontier = self.tasks.read_to if oldest is None else oldest.task_offset
+        if frontier > self.frontier:
+            self.frontier = frontier
+            self.closed_above = {offset for offset in self.closed_above if offset >= frontier}
+            self.closed_ids = {name: at for name, at in self.closed_ids.items() if at >= frontier}
 
 
 class Collector:
@@ -180,7 +189,7 @@ class Collector:
                     return 0
                 self._patience.waiting(self._waits_for)
                 busy = any(len(lane.outbox) for lane in self._lanes.values())
-                self.log.wait(self._watched(), timedelta(milliseconds=1 if busy else 100))
+                self.log.wait(self._watched(), timedelta(milliseconds=20 if busy else 100))
             return 0
         finally:
             self.close()
@@ -347,7 +356,7 @@ class Collector:
         if group.failed and self.min_group_size is None:
             reason = next(iter(group.failed.values()))
             return [self._drop(lane, group, reason, f"members {sorted(group.failed)} failed: {reason}")]
-        if group.missing:
+        if not group.is_settled:
             return []
         if group.failed and len(group.members) < (self.min_group_size or 0):
             detail = f"{len(group.members)} of {group.n_samples} members, at least {self.min_group_size} needed"
@@ -405,14 +414,12 @@ class Collector:
         closing, self._closing = self._closing, []
         if not outputs:
             return
-        progress = lane.progress()
-        above = sorted(lane.closed_above)
-        records = []
-        for event in outputs:
-            stamped = with_progress(event, progress, frontier=lane.frontier, closed_above=above)
-            records.append(codec.encode(stamped, producer=self.name))
-            if isinstance(event, GroupDropped) and event.reason == "task_skipped":
-                closing.append(("tasks", event.task_offset))
+        stamped = stamp(
+            outputs, lane.progress(), frontier=lane.frontier, closed_above=sorted(lane.closed_above)
+        )
+        records = [codec.encode(event, producer=self.name) for event in stamped]
+        skipped = [each for each in outputs if isinstance(each, GroupDropped) and each.reason == "task_skipped"]
+        closing.extend(("tasks", event.task_offset) for event in skipped)
 
         def acknowledged(_: int) -> None:
             for word, offset in closing:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ import msgspec
 from consumers.outbox import Outbox
 from consumers.rewards.pool import NotScored, Outcome, Scored, ScoringPool
 from consumers.rewards.types import RewardInput
-from consumers.runner import Clock, Inputs, Patience, Reader, Stop, now_ms, recover, with_progress
+from consumers.runner import Clock, Inputs, Patience, Reader, Stop, now_ms, recover, stamp, with_progress
 from streams import codec, columns
 from streams.errors import CodecError, InvalidEvent
 from streams.events import Event, Metrics, RewardAssigned, RolloutFailed, ScoringFailed, TrajectoryFinished
@@ -33,6 +34,7 @@ from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
 
+BUNDLE, QUICK_S = 32, 0.001  # samples of one request, when one takes less than this
 SEEN_UIDS = 100_000  # twins are recognised among this many latest uids of a partition
 
 
@@ -85,6 +87,8 @@ class RewardStage:
         self._membership: Membership | None = None
         self._generation: int | None = None
         self._ledger_position = 0
+        self._verdict_came = threading.Event()
+        self._scoring_s = 1.0  # of a sample, lately; nothing is known at first
         self._patience = Patience(self.name)
         self._reported = 0
 
@@ -113,11 +117,19 @@ class RewardStage:
                 if self._run_finished():
                     return 0
                 self._patience.waiting(self._waits_for)
-                busy = any(lane.pending or len(lane.outbox) for lane in self._lanes.values())
-                self.log.wait(self._watched(), timedelta(milliseconds=1 if busy else 100))
+                self._wait()
             return 0
         finally:
             self.close()
+
+    def _wait(self) -> None:
+        """For a verdict while samples are being scored (looking for new ones in between), else for the log."""
+        if any(lane.pending for lane in self._lanes.values()):
+            self._verdict_came.wait(0.005)
+            self._verdict_came.clear()
+            return
+        busy = any(len(lane.outbox) for lane in self._lanes.values())
+        self.log.wait(self._watched(), timedelta(milliseconds=20 if busy else 100))
 
     def round(self) -> bool:
         """Take in verdicts and acknowledgements, then new trajectories; True if anything moved."""
@@ -160,6 +172,7 @@ class RewardStage:
         topic = self.topics.name("trajectories")
         batch = self.log.read(topic, lane.partition, lane.position, max_records=min(room, 256))
         failures: list[tuple[int, ScoringFailed]] = []
+        ready: list[tuple[int, TrajectoryFinished]] = []
         for record in batch.records:
             event = self.reader.decode(record)
             lane.inputs.started(record.offset)
@@ -167,8 +180,14 @@ class RewardStage:
                 lane.inputs.finished(record.offset)
             elif isinstance(event, RolloutFailed):
                 failures.append((record.offset, _rollout_failed(event, record.offset)))
+            elif self.group:
+                self._hold(lane, record.offset, event)
             else:
-                self._accept(lane, record.offset, event)
+                ready.append((record.offset, event))
+        # Verdicts of one request come together: quick rules go in bundles, slow ones alone.
+        size = BUNDLE if self._scoring_s < QUICK_S else 1
+        for at in range(0, len(ready), size):
+            self._score(lane, ready[at : at + size])
         lane.position = batch.next_position
         lane.inputs.advance(batch.next_position)
         self._send(lane, failures)
@@ -191,10 +210,7 @@ class RewardStage:
             self.reader.refuse(record, reason="conflict", detail=f"{event.uid} is known with another body")
         return True
 
-    def _accept(self, lane: _Lane, offset: int, event: TrajectoryFinished) -> None:
-        if not self.group:
-            self._score(lane, [(offset, event)])
-            return
+    def _hold(self, lane: _Lane, offset: int, event: TrajectoryFinished) -> None:
         members = lane.held.setdefault(event.group_id, {})
         lane.held_since.setdefault(event.group_id, time.monotonic())
         members[event.index] = (offset, event)
@@ -204,7 +220,9 @@ class RewardStage:
 
     def _score(self, lane: _Lane, members: list[tuple[int, TrajectoryFinished]]) -> None:
         inputs = [self._input(event) for _, event in members]
-        lane.pending.append((self.pool.submit(inputs), members))
+        future = self.pool.submit(inputs)
+        future.add_done_callback(lambda _: self._verdict_came.set())
+        lane.pending.append((future, members))
 
     def _input(self, event: TrajectoryFinished) -> RewardInput:
         return RewardInput(
@@ -253,6 +271,7 @@ class RewardStage:
             logger.warning("%s: no verdict on %s: %s: %s", self.name, event.uid, outcome.reason, outcome.detail)
             return _scoring_failed(event, offset, outcome.reason, outcome.detail)
         assert isinstance(outcome, Scored)
+        self._scoring_s += 0.1 * (outcome.seconds - self._scoring_s)
         try:
             runs = columns.trainable_runs(event.versions, columns.decode_mask(event.loss_mask))
         except (CodecError, InvalidEvent) as error:
@@ -276,9 +295,8 @@ class RewardStage:
         if not verdicts:
             return
         progress = {"trajectories": lane.inputs.progress()}
-        records = []
-        for _, event in verdicts:
-            records.append(codec.encode(with_progress(event, progress), producer=self.name))
+        events = stamp([event for _, event in verdicts], progress)
+        records = [codec.encode(event, producer=self.name) for event in events]
         offsets = [offset for offset, _ in verdicts]
 
         def acknowledged(_: int) -> None:

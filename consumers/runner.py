@@ -224,6 +224,18 @@ class Patience:
             self._next = min(self._next * 2, self._next + 60)
 
 
+def stamp(outputs: Sequence[Event], progress: Progress, **closing: Any) -> list[Event]:
+    """The outputs of one append, carrying the stage's progress.
+
+    Lists (`finished`, and what is in `closing`) go on the last one alone: they can hold hundreds of numbers, and
+    a recovery reads them from the stage's last output only. If a crash tears the append before its last record,
+    the scan for what is done finds the rest (`recover`).
+    """
+    slim = {word: InputProgress(each.read_to, each.low_water) for word, each in progress.items()}
+    stamped = [with_progress(event, slim) for event in outputs[:-1]]
+    return stamped + [with_progress(event, progress, **closing) for event in outputs[-1:]]
+
+
 def with_progress(event: Event, progress: Progress, **changes: Any) -> Event:
     """The same event carrying this progress and these other changes (events are frozen)."""
     return msgspec.structs.replace(event, progress=progress, **changes)

@@ -50,9 +50,9 @@ class TokenText:
         return tuple(self.tokenizer.encode(text))
 
     def _encode_reply(self, text: str) -> tuple[int, ...]:
-        if isinstance(self.tokenizer, ByteTokenizer) or not hasattr(self.tokenizer, "all_special_ids"):
-            return tuple(self.tokenizer.encode(text))
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        if hasattr(self.tokenizer, "all_special_ids"):  # a Hugging Face one
+            return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self.tokenizer.encode(text))
 
     def _decode_one(self, token_id: int) -> str:
         return self._decode([token_id])

@@ -317,9 +317,9 @@ class EmbeddedLog(EventLog):
             membership.forget()
         self._memberships = []
         for partition in self._partitions.values():
-            partition.reader.forget()
+            partition.reader.release()
             if partition.writer is not None:
-                partition.writer.forget()
+                partition.writer.release()
         self._partitions = {}
         self._committer = self._new_committer()
 

@@ -242,10 +242,10 @@ class PartitionReader:
 
     def close(self) -> None:
         with self._lock:
-            self.forget()
+            self.release()
 
-    def forget(self) -> None:
-        """Close the files without the lock, which a thread that a fork left behind may have held."""
+    def release(self) -> None:
+        """Close the files. Takes no thread's lock, for a fork may have left it held."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()

@@ -76,7 +76,7 @@ class PartitionWriter:
         self._lock_timeout_s = lock_timeout_s
         self._clock_ms = clock_ms
         self._thread_lock = threading.Lock()
-        self._lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock_fd = -1
         self._base = -1  # of the open segment
         self._fd = -1
         self._index_fd = -1
@@ -204,11 +204,14 @@ class PartitionWriter:
     # -- recovery
 
     def recover(self) -> None:
-        """Check the partition after a crash; nothing to do when a live writer has the lock, for it did."""
+        """Check the partition after a crash; nothing to do when a live writer has the lock, for it did.
+
+        Keeps no file open: a process writes to few of the partitions that it checks.
+        """
         with self._thread_lock:
-            if not try_lock(self._lock_fd):
-                return
             try:
+                if not try_lock(self._open_lock()):
+                    return
                 bases = list_segments(self._folder)
                 try:
                     state = self._mark.load()
@@ -220,7 +223,7 @@ class PartitionWriter:
                 elif bases or state.position > RECORDS_AT:
                     self._catch_up()
             finally:
-                unlock(self._lock_fd)
+                self.release()
 
     def _rebuild_mark(self, bases: list[int]) -> MarkState:
         state = MarkState()
@@ -317,11 +320,16 @@ class PartitionWriter:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with self._thread_lock:
-            lock(self._lock_fd, self._folder / "lock", self._lock_timeout_s)
+            lock(self._open_lock(), self._folder / "lock", self._lock_timeout_s)
             try:
                 yield
             finally:
                 unlock(self._lock_fd)
+
+    def _open_lock(self) -> int:
+        if self._lock_fd < 0:
+            self._lock_fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return self._lock_fd
 
     def _close_files(self) -> None:
         for fd in (self._fd, self._index_fd):
@@ -331,10 +339,11 @@ class PartitionWriter:
 
     def close(self) -> None:
         with self._thread_lock:
-            self.forget()
+            self.release()
 
-    def forget(self) -> None:
-        """Close the files without taking any lock: after a fork they belong to the parent."""
+    def release(self) -> None:
+        """Close the files, and so the lock; the next append opens them again. Takes no thread's lock, for a
+        fork may have left it held."""
         self._close_files()
         if self._lock_fd >= 0:
             os.close(self._lock_fd)

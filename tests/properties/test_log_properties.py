@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from streams.embedded.log import EmbeddedLog
 from streams.embedded.mark import Mark
 from streams.errors import CorruptRecord, OffsetOutOfRange
-from streams.log import Headers, NewRecord, read_all
+from streams.log import EventLog, Headers, NewRecord, read_all
 
 SEGMENT_BYTES = 2048
 
@@ -55,15 +55,15 @@ def fresh_folder() -> Iterator[Path]:
         shutil.rmtree(path)
 
 
-def open_at(path: Path, **more: bool) -> EmbeddedLog:
-    return EmbeddedLog(path, fsync="never", segment_bytes=SEGMENT_BYTES, **more)
+def open_at(path: Path, *, readonly: bool = False) -> EmbeddedLog:
+    return EmbeddedLog(path, fsync="never", segment_bytes=SEGMENT_BYTES, readonly=readonly)
 
 
 def partition(path: Path) -> Path:
     return path / "topics" / "t" / "0"
 
 
-def kept(log: EmbeddedLog, position: int | None = None) -> list[Kept]:
+def kept(log: EventLog, position: int | None = None) -> list[Kept]:
     first = log.start("t", 0) if position is None else position
     return [
         Kept(record.offset, record.timestamp_ms, record.headers, record.value)

@@ -35,7 +35,7 @@ from streams.errors import (
     RecordTooLarge,
     UnknownTopic,
 )
-from streams.log import NewRecord, TopicPartition, read_all
+from streams.log import EventLog, NewRecord, TopicPartition, read_all
 from streams.open import open_log
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,11 +64,11 @@ def segments(path: Path) -> list[Path]:
     return sorted(folder(path).glob("*.log"))
 
 
-def values(log: EmbeddedLog) -> list[bytes]:
+def values(log: EventLog) -> list[bytes]:
     return [record.value for record in read_all(log, "t", 0, log.start("t", 0))]
 
 
-def salvaged(log: EmbeddedLog) -> tuple[dict[int, bytes], list[int]]:
+def salvaged(log: EventLog) -> tuple[dict[int, bytes], list[int]]:
     """Readable records by offset, and the offsets that reading had to give up."""
     found: dict[int, bytes] = {}
     lost: list[int] = []
@@ -521,7 +521,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(disk)], check=True)  # lazy: also after a test that failed
 
 
-def fill(log: EmbeddedLog, size: int) -> int:
+def fill(log: EventLog, size: int) -> int:
     """Append until the log says that it is full; the number of records that fitted."""
     for count in range(10_000):
         try:
