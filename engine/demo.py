@@ -75,7 +75,9 @@ def demo_config(
         "trainer": {
             "rollout_batch_size": use.rollout_batch_size,
             "lr": use.lr,
-            "lr_schedule": "constant" if use.lr_end == use.lr else "linear",
+            "lr_schedule": "linear",
+            "lr_hold": 0.5,
+            "lr_end": use.lr_end,
             "adam_beta1": use.adam_beta1,
             "adam_beta2": use.adam_beta2,
             "weight_decay": use.weight_decay,

@@ -111,7 +111,7 @@ class BadStep(Exception):
     """The step must not count: non-finite loss or gradient, or nothing to train on.
 
     The backend has put its state back, bit for bit, before it raises. `reason`: "nonfinite_loss",
-    "nonfinite_gradient", "no_trainable_tokens".
+    "nonfinite_gradient", "no_trainable_tokens"; "bad_token_id" and "too_long" for a batch that was not asked about.
     """
 
     def __init__(self, reason: str, detail: str = "") -> None:
@@ -121,6 +121,13 @@ class BadStep(Exception):
 
 class TrainerBackend(Protocol):
     """A model with its optimizer. Deterministic: the same state and batch give the same bits."""
+
+    def refuses(self, payload: Payload) -> str:
+        """Why this sample can never be trained on (too long, a token the model lacks); "" if it can.
+
+        Asked before a batch is cut, so that the group is dropped by name and no cut is ever impossible to replay.
+        """
+        ...
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         """Take one step (all its minibatches) and return its metrics. Raises BadStep."""

@@ -362,6 +362,10 @@ class TrainerConfig(Section, frozen=True):
         ),
     ] = False
     tis_clip: Annotated[float, doc("Cap of importance weights.", run_data=True, gt=0)] = 2.0
+    tis_mode: Annotated[
+        Literal["truncate", "mask"],
+        doc("Weights over the cap: truncated to it, or their tokens masked.", run_data=True),
+    ] = "truncate"
     kl_loss_coef: Annotated[
         float, doc("Weight of the KL term to the initial weights; 0: none is computed.", run_data=True, ge=0)
     ] = 0.0
@@ -370,8 +374,13 @@ class TrainerConfig(Section, frozen=True):
     lr: Annotated[float, doc("Learning rate at its height.", run_data=True, gt=0)] = 1e-6
     lr_schedule: Annotated[
         Literal["constant", "linear", "cosine"],
-        doc("Course of the learning rate after the warm-up, to 0 at `run.steps`.", run_data=True),
+        doc("Course of the learning rate after the warm-up, to `lr_end` at `run.steps`.", run_data=True),
     ] = "constant"
+    lr_hold: Annotated[
+        float,
+        doc("Share of the steps at full rate, after the warm-up, before it falls.", run_data=True, ge=0, lt=1),
+    ] = 0.0
+    lr_end: Annotated[float, doc("Learning rate that the schedule falls to.", run_data=True, ge=0)] = 0.0
     lr_warmup: Annotated[
         int,
         doc("Optimizer steps over which the rate rises from 0.", unit="optimizer steps", run_data=True, ge=0),

@@ -168,7 +168,7 @@ def status_line(progress: RunProgress, config: Config) -> str:
 def panel(progress: RunProgress, config: Config, title: str) -> RenderableType:
     view = progress.view
     of_steps = f"/{config.run.steps}" if config.run.steps else ""
-    head = f"{title} · step {view.step}{of_steps} · version {view.version} · {_clock(progress.wall_s)}"
+    head = f"{title} · step {view.step}{of_steps} · version {view.version} · {_clock(progress.training_s)}"
     return Panel(
         Group(_curve(progress), Columns([_speed(progress), _ages(progress, config), _queues(progress)])),
         title=head,
@@ -249,7 +249,7 @@ def drops(progress: RunProgress) -> Counter[str]:
 
 
 def tokens_per_s(progress: RunProgress) -> float:
-    return progress.tokens_generated / progress.wall_s if progress.wall_s else 0.0
+    return progress.tokens_generated / progress.training_s if progress.training_s else 0.0
 
 
 def engine_busy(progress: RunProgress) -> float:

@@ -92,12 +92,14 @@ class RunProgress:
         )
 
     @property
-    def wall_s(self) -> float:
-        """Seconds from RunStarted to the newest ledger record (to RunFinished, once it is there)."""
-        if self.view.run is None:
-            return 0.0
-        last = self.view.finished.finished_ms if self.view.finished is not None else self.view.last_ms
-        return max(0, last - self.view.run.started_ms) / 1000
+    def ended_ms(self) -> int:
+        """When the run finished; until then, when the ledger's newest record was written."""
+        return self.view.finished.finished_ms if self.view.finished is not None else self.view.last_ms
+
+    @property
+    def training_s(self) -> float:
+        """Seconds since the trainer began the run, without the start of the daemons before it."""
+        return max(0, self.ended_ms - self.view.run.started_ms) / 1000 if self.view.run is not None else 0.0
 
     def first_dispatch_ms(self) -> int | None:
         """When the first task went out; None before."""

@@ -31,7 +31,7 @@ def summary_of(progress: RunProgress) -> dict[str, Any]:
     training = {
         each.step: each.values["reward_mean"] for each in progress.steps if "reward_mean" in each.values
     }
-    wall_s = progress.wall_s
+    training_s = progress.training_s
     tokens = max(int(progress.tokens_generated), progress.tokens_scored())
     return {
         "run": view.run.run if view.run is not None else None,
@@ -45,11 +45,11 @@ def summary_of(progress: RunProgress) -> dict[str, Any]:
         "steps": len(view.cuts),
         "steps_skipped": len(view.skipped),
         "version": view.version,
-        "wall_s": round(wall_s, 3),
+        "wall_s": round(_wall_s(progress), 3),
         f"seconds_to_{GOOD_REWARD}": _seconds_to(GOOD_REWARD, held_out, progress.first_dispatch_ms()),
         "tokens_generated": tokens,
         "tokens_trained": progress.tokens_trained,
-        "tokens_per_s": round(tokens / wall_s, 1) if wall_s else None,
+        "tokens_per_s": round(tokens / training_s, 1) if training_s else None,
         "groups_trained": len(trained),
         "groups_dropped": dict(sorted(Counter(each.drop.reason for each in view.drops).items())),
         "max_staleness_trained": max(ages, default=None),
@@ -58,6 +58,14 @@ def summary_of(progress: RunProgress) -> dict[str, Any]:
         "engine_busy": _engine_busy(progress),
         "trainer_epochs": len(view.epochs),
     }
+
+
+def _wall_s(progress: RunProgress) -> float:
+    """From the first dispatch, or the trainer's beginning if that came first, to the end."""
+    started = progress.view.run
+    begins = [progress.first_dispatch_ms(), started.started_ms if started is not None else None]
+    began = min((each for each in begins if each is not None), default=progress.ended_ms)
+    return max(0, progress.ended_ms - began) / 1000
 
 
 def _seconds_to(reward: float, evaluations: Sequence[Evaluation], since_ms: int | None) -> float | None:

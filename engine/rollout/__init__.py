@@ -8,7 +8,6 @@
     episode.py     the tokens of one sample, with their log-probs, mask and versions
     generate.py    generate functions: single_turn, multi_turn, guess
     foreign.py     generate functions written for Miles or Slime
-    open.py        chooses an engine
     scripted.py    engine with fixed answers (no torch)
     batched.py     engine: plain batches on torch, for small models
     continuous.py  engine: transformers' continuous batching

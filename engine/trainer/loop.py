@@ -75,7 +75,7 @@ class Trainer:
         self.settings, self.checkpoints, self.clock, self.poll = settings, checkpoints, clock, poll
         self.ledger = Ledger(log, topics, limit=settings.max_weight_staleness)
         self.reader = Reader(log, topics, "trainer", clock)
-        self.payloads = Payloads(log, topics)
+        self.payloads = Payloads(log, topics, backend.refuses)
         self.epoch = -1
         self.step = self.version = 0
         self._bad_steps = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from consumers.advantages import group_advantages
 from consumers.staleness import MASK, Lineage, fresh_mask
@@ -23,8 +23,10 @@ class BadPayload(Exception):
 class Payloads:
     """Reads trajectories by (partition, offset) and keeps those that were asked for ahead of their step."""
 
-    def __init__(self, log: EventLog, topics: Topics) -> None:
-        self.log, self.topic = log, topics.name("trajectories")
+    def __init__(
+        self, log: EventLog, topics: Topics, refuses: Callable[[Payload], str] = lambda payload: ""
+    ) -> None:
+        self.log, self.topic, self._refuses = log, topics.name("trajectories"), refuses
         self._kept: dict[tuple[int, int], Payload] = {}
 
     def __len__(self) -> int:
@@ -35,7 +37,10 @@ class Payloads:
         for member in event.members:
             key = (partition, member.trajectory_offset)
             if key not in self._kept:
-                self._kept[key] = self.fetch(partition, member.trajectory_offset, member.uid)
+                payload = self.fetch(partition, member.trajectory_offset, member.uid)
+                if refusal := self._refuses(payload):
+                    raise BadPayload(f"{member.uid}: {refusal}")
+                self._kept[key] = payload
 
     def fetch(self, partition: int, offset: int, uid: str) -> Payload:
         """One payload from the log. Raises BadPayload."""

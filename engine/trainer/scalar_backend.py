@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from engine.interfaces import BadStep, CheckpointError, TrainBatch, TrainSample
+from streams.trajectory import Payload
 
 STATE_FILE = "scalar.json"
 _FIELDS = ("w", "mean", "square")
@@ -41,6 +42,9 @@ class ScalarBackend:
         self._lr, self._beta1, self._beta2 = lr, beta1, beta2
         self._w, self._mean, self._square = float(initial), 0.0, 0.0
         self._steps = 0
+
+    def refuses(self, payload: Payload) -> str:
+        return ""
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         started = time.perf_counter()

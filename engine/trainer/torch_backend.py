@@ -46,6 +46,7 @@ from engine.trainer.torch_state import (
     write_tensors,
 )
 from streams.errors import ConfigError
+from streams.trajectory import Payload
 
 MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safetensors", "trainer.json"
 RNG_FILE = "rng.safetensors"
@@ -82,6 +83,14 @@ class TorchBackend:
         self.trajectory_sums: NDArray[np.float64] = np.zeros((0, 9))
 
     # ---------------------------------------------------------------- training
+    def refuses(self, payload: Payload) -> str:
+        """What the model has no row for: on an accelerator that would end the process, not the step."""
+        length = len(payload.prompt_ids) + len(payload.response_ids)
+        if length > self._max_length:
+            return f"{length} tokens, the model takes {self._max_length}"
+        top = max(int(payload.prompt_ids.max()), int(payload.response_ids.max()))
+        return f"token {top}, the model has {self._vocab_size}" if top >= self._vocab_size else ""
+
     def step(self, batch: TrainBatch) -> dict[str, float]:
         """One training step. Metrics are over all trained tokens; of several minibatches, `grad_norm` is the largest.
 
@@ -348,4 +357,7 @@ def _load_model(folder: Path, settings: TorchSettings) -> Any:
     absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
     if absent:
         raise ConfigError(f"model.path = {str(folder)!r}: no weights for {', '.join(absent[:4])}")
+    for parameter in model.parameters():
+        # weights mapped from a file lie unaligned, and some kernels then round otherwise: bits must not depend on it
+        parameter.data = parameter.data.clone()
     return model.requires_grad_(True).eval()

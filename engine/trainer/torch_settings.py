@@ -35,6 +35,7 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True):
     lr: float = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup: int = 0  # optimizer steps
+    lr_hold: float = 0.0  # share of the steps after the warm-up at full rate before it falls ("WSD" schedules)
     lr_end: float = 0.0  # reached after total_steps
     total_steps: int | None = None  # optimizer steps; needed unless the schedule is constant
     adam_beta1: float = 0.9
@@ -85,12 +86,14 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def learning_rate(settings: TorchSettings, step: int) -> float:
-    """Rate of optimizer step 1, 2, …: up to `lr` over the warm-up, then by schedule to `lr_end` after total_steps."""
+    """Rate of optimizer step 1, 2, …: up to `lr`, held, then by schedule to `lr_end` after total_steps."""
     if step <= settings.lr_warmup:
         return settings.lr * step / settings.lr_warmup
     if settings.lr_schedule == "constant" or settings.total_steps is None:
         return settings.lr
-    left = max(settings.total_steps - settings.lr_warmup, 1)
-    done = min((step - 1 - settings.lr_warmup) / left, 1.0)
+    after_warmup = max(settings.total_steps - settings.lr_warmup, 1)
+    held = round(after_warmup * settings.lr_hold)
+    done = (step - 1 - settings.lr_warmup - held) / max(after_warmup - held, 1)
+    done = min(max(done, 0.0), 1.0)
     fall = done if settings.lr_schedule == "linear" else (1 - math.cos(math.pi * done)) / 2
     return settings.lr + (settings.lr_end - settings.lr) * fall

@@ -461,6 +461,8 @@ def test_learning_rates_rise_and_fall_as_set():
     assert rates([1, 2, 5, 8, 9, 99], lr_schedule="linear", total_steps=8, lr_end=0.2) == pytest.approx(
         [1.0, 0.9, 0.6, 0.3, 0.2, 0.2]
     )
+    held = rates([1, 4, 5, 7, 9], lr_schedule="linear", total_steps=8, lr_hold=0.5, lr_end=0.2)
+    assert held == pytest.approx([1.0, 1.0, 1.0, 0.6, 0.2])
     assert rates([2, 3, 5, 7, 8], lr_schedule="cosine", total_steps=6, lr_warmup=2) == pytest.approx(
         [1.0, 1.0, 0.5, 0.0, 0.0]
     )
