@@ -1,8 +1,9 @@
 """How many bytes a token costs in the log, and how fast trajectories are written and opened.
 
-Data: token ids of a 32,000-entry BPE trained on the Python standard library's source, lengths lognormal (median 1,800 and
-8,000 response tokens), log-probs shaped like an LLM's (55 % of tokens nearly certain). Beside every figure the same bytes
-go through bare zstandard level 1, in the same run, round by round; the ratio is what to read on a shared machine.
+Data: token ids of a 32,000-entry BPE trained on the Python standard library's source, lengths lognormal (median
+1,800 and 8,000 response tokens), log-probs shaped like an LLM's (55 % of tokens nearly certain). Beside every figure
+the same bytes go through bare zstandard level 1, in the same run, round by round; the ratio is what to read on a
+shared machine.
 
     python benchmarks/codec.py [--samples 64] [--rounds 9] [--json]
 """
@@ -21,7 +22,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import zstandard
+
 from streams import codec, trajectory
+from streams.codec import Known
+from streams.columns import LogprobFormat
+from streams.events import TrajectoryFinished
 from streams.log import Record
 from streams.trajectory import SampleData
 
@@ -100,14 +105,16 @@ def timed(function, items) -> tuple[float, list]:
     return time.process_time() - began, results
 
 
-def measure(name: str, data: list[SampleData], form: str, rounds: int) -> dict:
+def measure(name: str, data: list[SampleData], form: LogprobFormat, rounds: int) -> dict:
     n_tokens = sum(len(each.response_ids) for each in data)
 
     def write(sample: SampleData):
         return codec.encode(trajectory.pack(sample, logprob_format=form), producer="bench")
 
     def open_(record: Record):
-        return trajectory.open_payload(codec.decode(record).event)
+        known = codec.decode(record)
+        assert isinstance(known, Known) and isinstance(known.event, TrajectoryFinished)
+        return trajectory.open_payload(known.event)
 
     plain = [msgspec.msgpack.encode(trajectory.pack(each, logprob_format=form)) for each in data]
     records = [Record("t", 0, 0, 0, made.headers, made.value) for made in map(write, data)]
@@ -121,12 +128,12 @@ def measure(name: str, data: list[SampleData], form: str, rounds: int) -> dict:
         times["zstd"].append(timed(compress, plain * repeat)[0])
         times["open"].append(timed(open_, records * repeat)[0])
         times["unzstd"].append(timed(decompress, packed * repeat)[0])
-    for record, sample in zip(records, data):
+    for record, sample in zip(records, data, strict=True):
         payload = open_(record)
         assert np.array_equal(payload.response_ids, sample.response_ids)
         error = np.abs(payload.logprobs - np.where(sample.loss_mask, sample.logprobs, 0)).max()
         assert error <= (0.0 if form == "float32" else 5e-4), error
-    ratio = lambda ours, bare: statistics.median(b / o for o, b in zip(times[ours], times[bare]))  # noqa: E731
+    ratio = lambda ours, bare: statistics.median(b / o for o, b in zip(times[ours], times[bare], strict=True))  # noqa: E731
     speed = lambda key: n_tokens * repeat / statistics.median(times[key]) / 1e6  # noqa: E731
     return {
         "data": name,
@@ -156,12 +163,13 @@ def main() -> None:
         ("152k, 8,000 tokens", 151_936, 8000),
     ):
         data = samples(args.samples, vocab, median)
-        rows += [measure(name, data, form, args.rounds) for form in ("float32", "fixed1024")]
+        rows += [measure(name, data, "float32", args.rounds), measure(name, data, "fixed1024", args.rounds)]
     if args.json:
         print(json.dumps(rows))
         return
     print(
-        f"{'vocab, median':18s} {'log-probs':10s} {'B/token':>8s} {'encode':>8s} {'zstd-1':>8s} {'ratio':>6s}", end=""
+        f"{'vocab, median':18s} {'log-probs':10s} {'B/token':>8s} {'encode':>8s} {'zstd-1':>8s} {'ratio':>6s}",
+        end="",
     )
     print(f" {'decode':>8s} {'unzstd':>8s} {'ratio':>6s}   (Mtok/s of one core)")
     for row in rows:

@@ -6,7 +6,7 @@
     read     log.read from the first record to the last, against reads of 1 MiB of the same bytes
     tail     from the append in one process to the record in another, paced writer
     crowd    4 writer processes and 2 readers, each record's way from append to both readers
-    idle     processor time of a process that waits for records
+    idle     processor time of a process that waits for records, against one that only sleeps 5 ms each time
 
 Rounds of the two sides take turns and the ratio is the median of the rounds' ratios, because the speed of a
 disk changes by the second. The folder should lie on the disk in question (default: the current folder).
@@ -255,11 +255,16 @@ def idle_row(folder: Path, seconds: float, partitions: int) -> Row:
         before = time.process_time()
         log.wait(positions, timedelta(seconds=seconds))
         used = time.process_time() - before
+        before = time.process_time()
+        for _ in range(int(seconds / 0.005)):
+            time.sleep(0.005)
+        bare = time.process_time() - before
     shutil.rmtree(folder / "log")
     return {
         "bench": "idle",
         "case": f"waits on {partitions} partitions",
         "core_percent": round(100 * used / seconds, 2),
+        "sleep_percent": round(100 * bare / seconds, 2),
     }
 
 

@@ -32,7 +32,9 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 def configuration(folder: Path, steps: int, fsync: str):
     rows = folder / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": f"question {i}", "label": "yes"}) + "\n" for i in range(1000)))
+    rows.write_text(
+        "".join(json.dumps({"prompt": f"question {i}", "label": "yes"}) + "\n" for i in range(1000))
+    )
     return build_config(
         {
             "run": {"name": "loop", "dir": str(folder / "run"), "steps": steps},
@@ -115,7 +117,9 @@ def bare_log(folder: Path, count: int, fsync: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=200_000)
     parser.add_argument("--fsync", default="group", choices=("group", "always", "never"))
     parser.add_argument("--json", action="store_true")
@@ -166,7 +170,9 @@ def report(args, steps: int, summary: dict, usage: Usage, bare: float) -> None:
         return
     print(f"{samples} samples in {steps} steps, {summary['wall_s']:.1f} s: {rate:,.0f} samples/s", end="")
     print(f"   (bare log, one process: {bare:,.0f} records/s)")
-    print(f"dropped: {summary['groups_dropped'] or 'none'}; duplicates trained: {summary['duplicates_trained']}")
+    print(
+        f"dropped: {summary['groups_dropped'] or 'none'}; duplicates trained: {summary['duplicates_trained']}"
+    )
     print(f"{'daemon':14s} {'CPU ms / 1000 samples':>22s} {'MB at 1/4':>10s} {'MB at end':>10s}")
     for name, row in rows.items():
         print(

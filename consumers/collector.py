@@ -45,6 +45,7 @@ from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
 
+NEARLY = 64  # records: a stage this close to the end of its input is not behind
 Alive = Callable[[int], bool]  # does the owner of this partition give signs of life?
 
 
@@ -99,10 +100,16 @@ class _Lane:
         self.outbox = Outbox(stage.log, stage.topics.name("groups"), partition)
         self.open: dict[str, _OpenGroup] = {}
         self.clock = ProgressClock(stage.monotonic)
-        self.held: list[tuple[int, RewardAssigned | ScoringFailed]] = []  # from beyond what tasks we have read
-        self.closed_ids: dict[str, int] = {}  # group id → first dispatch's offset, closed at or above frontier
+        self.held: list[
+            tuple[int, RewardAssigned | ScoringFailed]
+        ] = []  # from beyond what tasks we have read
+        self.closed_ids: dict[
+            str, int
+        ] = {}  # group id → first dispatch's offset, closed at or above frontier
         self.frontier = place.positions["tasks"]
-        self.requested: dict[str, dict[int, int]] = {}  # group → index → attempts asked for, from our own output
+        self.requested: dict[
+            str, dict[int, int]
+        ] = {}  # group → index → attempts asked for, from our own output
         for event in place.done:
             if isinstance(event, (GroupCompleted, GroupDropped)):
                 self.closed_ids.setdefault(event.group_id, event.task_offset)
@@ -205,8 +212,11 @@ class Collector:
                 lane.clock.tick(running=False)
                 continue
             read = self._read(lane, "tasks", lane.tasks) | self._read(lane, "rewards", lane.rewards)
-            lane.clock.tick(running=not read and not self.ledger.paused and self.owner_alive(lane.partition))
-            if not read:
+            caught_up = self._is_at_end(lane, "tasks", lane.tasks) and self._is_at_end(
+                lane, "rewards", lane.rewards
+            )
+            lane.clock.tick(running=caught_up and not self.ledger.paused and self.owner_alive(lane.partition))
+            if caught_up:
                 self._judge_late(lane)
             moved = read or moved
         self._report()
@@ -259,6 +269,10 @@ class Collector:
             outputs.extend(self._release_held(lane))
         self._send(lane, outputs)
         return bool(batch.records)
+
+    def _is_at_end(self, lane: _Lane, word: str, inputs: Inputs) -> bool:
+        """Nothing that could still make a member come in time lies unread (a few records on their way do not count)."""
+        return self.log.end(self.topics.name(word), lane.partition) - inputs.read_to < NEARLY
 
     def _task(self, lane: _Lane, record: Record, event: TaskDispatched) -> None:
         first = event.first_offset < 0
@@ -336,8 +350,14 @@ class Collector:
         for attempt, indices in again.items():
             reason = why[indices[0]]
             self.counts["missing_total"] += len(indices)
-            logger.warning("%s: group %s: members %s missing (%s), asked for again as attempt %d", self.name,
-                           group.group_id, indices, reason, attempt)
+            logger.warning(
+                "%s: group %s: members %s missing (%s), asked for again as attempt %d",
+                self.name,
+                group.group_id,
+                indices,
+                reason,
+                attempt,
+            )
             outputs.append(
                 MembersMissing(
                     group_id=group.group_id,
@@ -359,7 +379,9 @@ class Collector:
         if not group.is_settled:
             return []
         if group.failed and len(group.members) < (self.min_group_size or 0):
-            detail = f"{len(group.members)} of {group.n_samples} members, at least {self.min_group_size} needed"
+            detail = (
+                f"{len(group.members)} of {group.n_samples} members, at least {self.min_group_size} needed"
+            )
             return [self._drop(lane, group, "incomplete", detail)]
         members = [_member_of(group.members[index]) for index in sorted(group.members)]
         for keep in self.filters:
@@ -384,7 +406,11 @@ class Collector:
         self._count_drop(reason)
         logger.info("%s: group %s dropped: %s %s", self.name, group.group_id, reason, detail)
         return GroupDropped(
-            group_id=group.group_id, seq=group.seq, task_offset=group.task_offset, reason=reason, detail=detail
+            group_id=group.group_id,
+            seq=group.seq,
+            task_offset=group.task_offset,
+            reason=reason,
+            detail=detail,
         )
 
     def _close(self, lane: _Lane, group: _OpenGroup) -> None:
@@ -392,7 +418,9 @@ class Collector:
         lane.closed_ids[group.group_id] = group.task_offset
         lane.close(group.task_offset)
         # its inputs are finished once the outcome is acknowledged
-        self._closing.extend([("tasks", group.task_offset), *(("rewards", at) for at in group.reward_offsets)])
+        self._closing.extend(
+            [("tasks", group.task_offset), *(("rewards", at) for at in group.reward_offsets)]
+        )
 
     def _count_drop(self, reason: str) -> None:
         key = f"dropped/{reason}"
@@ -406,7 +434,7 @@ class Collector:
             if waited < self.member_deadline_s:
                 continue
             group.moved_at = lane.clock.seconds
-            missing = {index: "member_missing" for index in group.missing}
+            missing = dict.fromkeys(group.missing, "member_missing")
             outputs.extend(self._missing(lane, group, missing, f"nothing came for {waited:.1f} s"))
         self._send(lane, outputs)
 
@@ -418,7 +446,9 @@ class Collector:
             outputs, lane.progress(), frontier=lane.frontier, closed_above=sorted(lane.closed_above)
         )
         records = [codec.encode(event, producer=self.name) for event in stamped]
-        skipped = [each for each in outputs if isinstance(each, GroupDropped) and each.reason == "task_skipped"]
+        skipped = [
+            each for each in outputs if isinstance(each, GroupDropped) and each.reason == "task_skipped"
+        ]
         closing.extend(("tasks", event.task_offset) for event in skipped)
 
         def acknowledged(_: int) -> None:
@@ -465,7 +495,12 @@ class Heartbeats:
     """
 
     def __init__(
-        self, log: EventLog, topics: Topics, stages: dict[str, int], *, fresh: timedelta = timedelta(seconds=5)
+        self,
+        log: EventLog,
+        topics: Topics,
+        stages: dict[str, int],
+        *,
+        fresh: timedelta = timedelta(seconds=5),
     ) -> None:
         self.log, self.topic = log, topics.name("metrics")
         self.stages, self.fresh_s = stages, fresh.total_seconds()

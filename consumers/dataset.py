@@ -48,7 +48,12 @@ class JsonLines:
         label_key: str = "label",
         metadata_key: str = "metadata",
     ) -> None:
-        self.path, self.prompt_key, self.label_key, self.metadata_key = path, prompt_key, label_key, metadata_key
+        self.path, self.prompt_key, self.label_key, self.metadata_key = (
+            path,
+            prompt_key,
+            label_key,
+            metadata_key,
+        )
         try:
             self._file = path.open("rb")
         except OSError as error:

@@ -279,8 +279,13 @@ class Feeder:
         self.log.append(self.topics.name("tasks"), partition, [codec.encode(again, producer="feeder")])
         self._redispatched.update((missing.group_id, missing.attempt, index) for index in wanted)
         self.redispatched_total += len(wanted)
-        logger.warning("feeder: dispatched members %s of group %s again (attempt %d): %s", wanted,
-                       missing.group_id, missing.attempt, missing.reason)
+        logger.warning(
+            "feeder: dispatched members %s of group %s again (attempt %d): %s",
+            wanted,
+            missing.group_id,
+            missing.attempt,
+            missing.reason,
+        )
         return True
 
     def _first_dispatch(self, missing: MembersMissing, partition: int) -> TaskDispatched | None:
@@ -288,11 +293,15 @@ class Feeder:
             self.topics.name("tasks"), partition, missing.task_offset, max_records=1
         ).records
         decoded = codec.decode(records[0]) if records else None
-        if isinstance(decoded, Known) and isinstance(decoded.event, TaskDispatched):
-            if decoded.event.group_id == missing.group_id:
-                return decoded.event
-        logger.error("feeder: tasks/%d:%d is not the dispatch of group %s", partition, missing.task_offset,
-                     missing.group_id)
+        event = decoded.event if isinstance(decoded, Known) else None
+        if isinstance(event, TaskDispatched) and event.group_id == missing.group_id:
+            return event
+        logger.error(
+            "feeder: tasks/%d:%d is not the dispatch of group %s",
+            partition,
+            missing.task_offset,
+            missing.group_id,
+        )
         return None
 
     # -- recovery
@@ -315,12 +324,18 @@ class Feeder:
                     break
         self.next_seq = max(self.next_seq, frontier)
         self.holes = [
-            seq for seq in range(frontier, self.next_seq) if seq not in seen and not self.ledger.is_closed(seq)
+            seq
+            for seq in range(frontier, self.next_seq)
+            if seq not in seen and not self.ledger.is_closed(seq)
         ]
         self._recover_groups(first_open)
         if self.next_seq:
-            logger.info("feeder: goes on at group %d, %d open, %d holes", self.next_seq, self.open_groups,
-                        len(self.holes))
+            logger.info(
+                "feeder: goes on at group %d, %d open, %d holes",
+                self.next_seq,
+                self.open_groups,
+                len(self.holes),
+            )
 
     def _recover_task(self, event: TaskDispatched | TaskSkipped, partition: int, seen: set[int]) -> None:
         if isinstance(event, TaskDispatched) and event.attempt:
@@ -367,4 +382,3 @@ class Feeder:
         metrics = Metrics(source="feeder", values=values, at_ms=now)
         self.log.submit(self.topics.name("metrics"), 0, [codec.encode(metrics, producer="feeder")])
         self.log.commit_hint("feeder", self._watched())
-

@@ -71,8 +71,14 @@ class Outbox:
     def _send_again(self, error: Exception, records: Sequence[NewRecord], on_ack: OnAck | None) -> None:
         now = time.monotonic()
         if self._stuck_since is None or now - self._stuck_since > 10:
-            logger.error("%s/%d: cannot append (%s); %d appends wait, trying again every %.1f s", self.topic,
-                         self.partition, error, len(self._sent), self.retry_s)
+            logger.error(
+                "%s/%d: cannot append (%s); %d appends wait, trying again every %.1f s",
+                self.topic,
+                self.partition,
+                error,
+                len(self._sent),
+                self.retry_s,
+            )
         self._stuck_since = self._stuck_since or now
         time.sleep(self.retry_s)  # the stage has nothing better to do: the log refuses all its output
         self._sent[0] = (self.log.submit(self.topic, self.partition, records), records, on_ack)

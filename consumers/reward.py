@@ -176,7 +176,9 @@ class RewardStage:
         for record in batch.records:
             event = self.reader.decode(record)
             lane.inputs.started(record.offset)
-            if not isinstance(event, (TrajectoryFinished, RolloutFailed)) or self._is_twin(lane, record, event):
+            if not isinstance(event, (TrajectoryFinished, RolloutFailed)) or self._is_twin(
+                lane, record, event
+            ):
                 lane.inputs.finished(record.offset)
             elif isinstance(event, RolloutFailed):
                 failures.append((record.offset, _rollout_failed(event, record.offset)))
@@ -201,9 +203,8 @@ class RewardStage:
             lane.seen[event.uid] = digest
             if len(lane.seen) > SEEN_UIDS:
                 lane.seen.popitem(last=False)
-            if event.uid in lane.done or record.offset in lane.done_offsets:
-                return True  # done by an earlier incarnation of this stage
-            return False
+            # done by an earlier incarnation of this stage?
+            return event.uid in lane.done or record.offset in lane.done_offsets
         self.counts["duplicates_total"] += 1
         if known != digest:
             self.counts["conflicts_total"] += 1
@@ -254,13 +255,15 @@ class RewardStage:
 
     # -- output
     def _collect(self, lane: _Lane) -> bool:
-        done = [entry for entry in lane.pending if entry[0].done()]
+        done, waiting = [], []
+        for entry in lane.pending:  # each is asked once: one that ends in between is taken next time
+            (done if entry[0].done() else waiting).append(entry)
         if not done:
             return False
-        lane.pending = [entry for entry in lane.pending if not entry[0].done()]
+        lane.pending = waiting
         verdicts: list[tuple[int, Event]] = []
         for future, members in done:
-            for (offset, event), outcome in zip(members, future.result()):
+            for (offset, event), outcome in zip(members, future.result(), strict=True):
                 verdicts.append((offset, self._verdict(event, offset, outcome)))
         self._send(lane, verdicts)
         return True
@@ -268,7 +271,9 @@ class RewardStage:
     def _verdict(self, event: TrajectoryFinished, offset: int, outcome: Outcome) -> Event:
         if isinstance(outcome, NotScored):
             self.counts["failed_total"] += 1
-            logger.warning("%s: no verdict on %s: %s: %s", self.name, event.uid, outcome.reason, outcome.detail)
+            logger.warning(
+                "%s: no verdict on %s: %s: %s", self.name, event.uid, outcome.reason, outcome.detail
+            )
             return _scoring_failed(event, offset, outcome.reason, outcome.detail)
         assert isinstance(outcome, Scored)
         self._scoring_s += 0.1 * (outcome.seconds - self._scoring_s)

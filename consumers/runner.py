@@ -41,17 +41,17 @@ class Inputs:
     """In-flight bookkeeping of one input partition.
 
     >>> inputs = Inputs(0)
-    >>> inputs.started(0); inputs.started(1); inputs.finished(1)
+    >>> inputs.started(0); inputs.started(1); inputs.started(2); inputs.finished(1); inputs.finished(2)
     >>> inputs.progress()
-    InputProgress(read_to=2, low_water=0, finished=[1])
+    InputProgress(read_to=3, low_water=0, finished=[(1, 3)])
     >>> inputs.finished(0); inputs.progress()
-    InputProgress(read_to=2, low_water=2, finished=[])
+    InputProgress(read_to=3, low_water=3, finished=[])
     """
 
     def __init__(self, position: int) -> None:
         self.read_to = position
         self._open: list[int] = []  # started and not finished, sorted
-        self._finished: list[int] = []  # finished at or above the lowest open one, sorted
+        self._finished: list[tuple[int, int]] = []  # ranges [begin, end) above the lowest open one, sorted
 
     def started(self, offset: int) -> None:
         bisect.insort(self._open, offset)
@@ -67,8 +67,22 @@ class Inputs:
         if at == len(self._open) or self._open[at] != offset:
             return
         del self._open[at]
-        bisect.insort(self._finished, offset)
-        del self._finished[: bisect.bisect_left(self._finished, self.low_water)]
+        self._add(offset)
+        low = self.low_water
+        while self._finished and self._finished[0][1] <= low:
+            del self._finished[0]
+
+    def _add(self, offset: int) -> None:
+        """One more finished offset: ranges that now touch become one, so their number is that of the gaps."""
+        ranges = self._finished
+        at = bisect.bisect_left(ranges, (offset, offset))
+        begin, end = offset, offset + 1
+        if at < len(ranges) and ranges[at][0] == end:
+            end = ranges.pop(at)[1]
+        if at and ranges[at - 1][1] == begin:
+            at -= 1
+            begin = ranges.pop(at)[0]
+        ranges.insert(at, (begin, end))
 
     @property
     def low_water(self) -> int:
@@ -90,9 +104,7 @@ class Recovered(NamedTuple):
     done: list[Event]  # oldest first
 
 
-def recover(
-    log: EventLog, topics: Topics, output: str, partition: int, inputs: Sequence[str]
-) -> Recovered:
+def recover(log: EventLog, topics: Topics, output: str, partition: int, inputs: Sequence[str]) -> Recovered:
     """Rebuild a stage's place in its inputs of one partition from its own output, and nothing else."""
     starts = {word: log.start(topics.name(word), partition) for word in inputs}
     low: dict[str, int] | None = None
@@ -104,13 +116,19 @@ def recover(
             continue
         if low is None:
             low = {word: progress[word].low_water if word in progress else starts[word] for word in inputs}
-            finished = {word: set(progress[word].finished) if word in progress else set() for word in inputs}
+            finished = {
+                word: _offsets(progress[word].finished) if word in progress else set() for word in inputs
+            }
         if all(word not in progress or progress[word].read_to <= low[word] for word in inputs):
             break
         done.append(event)
     done.reverse()
     positions = {word: max(starts[word], (low or starts)[word]) for word in inputs}
     return Recovered(positions, finished, done)
+
+
+def _offsets(ranges: Sequence[tuple[int, int]]) -> set[int]:
+    return {offset for begin, end in ranges for offset in range(begin, end)}
 
 
 def records_backwards(log: EventLog, topic: str, partition: int, window: int = 256) -> Iterator[Record]:
@@ -173,8 +191,14 @@ class Reader:
             return None
         if isinstance(decoded, Unknown):
             self.unknown_types += 1
-            logger.warning("%s: passed over unknown event type %r at %s/%d:%d", self.stage, decoded.type,
-                           record.topic, record.partition, record.offset)
+            logger.warning(
+                "%s: passed over unknown event type %r at %s/%d:%d",
+                self.stage,
+                decoded.type,
+                record.topic,
+                record.partition,
+                record.offset,
+            )
             return None
         return decoded.event
 
@@ -193,8 +217,15 @@ class Reader:
         )
         self.log.append(self.topics.name("dead"), 0, [codec.encode(letter, producer=self.stage)])
         self.dead_letters += 1
-        logger.warning("%s: refused %s/%d:%d: %s: %s", self.stage, record.topic, record.partition,
-                       record.offset, reason, detail)
+        logger.warning(
+            "%s: refused %s/%d:%d: %s: %s",
+            self.stage,
+            record.topic,
+            record.partition,
+            record.offset,
+            reason,
+            detail,
+        )
 
 
 def _reason(error: CodecError) -> str:
@@ -224,6 +255,11 @@ class Patience:
             self._next = min(self._next * 2, self._next + 60)
 
 
+def slim(progress: Progress) -> Progress:
+    """The same progress without its lists."""
+    return {word: InputProgress(each.read_to, each.low_water) for word, each in progress.items()}
+
+
 def stamp(outputs: Sequence[Event], progress: Progress, **closing: Any) -> list[Event]:
     """The outputs of one append, carrying the stage's progress.
 
@@ -231,8 +267,8 @@ def stamp(outputs: Sequence[Event], progress: Progress, **closing: Any) -> list[
     a recovery reads them from the stage's last output only. If a crash tears the append before its last record,
     the scan for what is done finds the rest (`recover`).
     """
-    slim = {word: InputProgress(each.read_to, each.low_water) for word, each in progress.items()}
-    stamped = [with_progress(event, slim) for event in outputs[:-1]]
+    shared = slim(progress)
+    stamped = [with_progress(event, shared) for event in outputs[:-1]]
     return stamped + [with_progress(event, progress, **closing) for event in outputs[-1:]]
 
 

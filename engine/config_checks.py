@@ -252,13 +252,6 @@ def _loss(config: Config) -> Iterator[Problem]:
 
 def _staleness(config: Config) -> Iterator[Problem]:
     limit, interval = config.staleness.max_weight_staleness, config.weights.update_weights_interval
-    if limit == 0 and config.rollout.partial_rollout:
-        yield Problem(
-            ("staleness.max_weight_staleness", "rollout.partial_rollout"),
-            "staleness.max_weight_staleness = 0 with rollout.partial_rollout = true: a sample that goes on after a "
-            "weight update holds tokens of an older version, which limit 0 refuses; set partial_rollout = false, or "
-            "max_weight_staleness to 1 or more",
-        )
     if limit < interval - 1:
         yield Problem(
             ("staleness.max_weight_staleness", "weights.update_weights_interval"),

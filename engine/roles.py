@@ -230,19 +230,26 @@ def _engine(config: Config, name: str, seed: int) -> RolloutEngine:
 
         options = with_secrets(rollout.options, "rollout.options")
         return scripted_engine(options, name=name, seed=seed, pause_mode=rollout.pause_generation_mode)
+    common: dict[str, Any] = {
+        "name": name,
+        "dtype": config.model.dtype,
+        "device": config.model.device,
+        "attn_implementation": config.model.attn_implementation,
+        "seed": seed,
+        "pause_mode": rollout.pause_generation_mode,
+    }
     if rollout.decode == "continuous":
-        from engine.rollout.continuous import ContinuousEngine as Engine
-    else:
-        from engine.rollout.batched import BatchedEngine as Engine
-    return Engine(
-        Path(config.model.path),
-        name=name,
-        dtype=config.model.dtype,
-        device=config.model.device,
-        attn_implementation=config.model.attn_implementation,
-        seed=seed,
-        pause_mode=rollout.pause_generation_mode,
-    )
+        from engine.rollout.continuous import ContinuousEngine
+
+        return ContinuousEngine(
+            Path(config.model.path),
+            temperature=rollout.rollout_temperature,
+            max_concurrency=rollout.max_concurrency,
+            **common,
+        )
+    from engine.rollout.batched import BatchedEngine
+
+    return BatchedEngine(Path(config.model.path), **common)
 
 
 def _sampling(config: Config, engine: RolloutEngine) -> Sampling:

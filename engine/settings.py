@@ -215,16 +215,16 @@ class RolloutConfig(Section, frozen=True):
     rollout_top_k: Annotated[int, doc("Top-k sampling; only -1 (off) can be trained on.", run_data=True)] = -1
     logprob_format: Annotated[
         Literal["float32", "fixed1024"],
-        doc("Behaviour log-probs in the log: exact, or in steps of 1/1024 (less than half the bytes).", run_data=True),
+        doc(
+            "Behaviour log-probs in the log: exact, or in steps of 1/1024 (less than half the bytes).",
+            run_data=True,
+        ),
     ] = "float32"
-    partial_rollout: Annotated[
-        bool,
-        doc("Go on with samples that a weight update interrupted; their tokens keep their own versions."),
-    ] = False
     pause_generation_mode: Annotated[
         Literal["retract", "in_place", "abort"],
         doc(
-            "Running samples at a weight update: keep tokens and recompute the cache, keep both, or dispatch again."
+            "Running samples at a weight update: keep tokens and recompute the cache, keep both, or start again. "
+            "(Miles' partial_rollout is `retract` or `in_place`.)"
         ),
     ] = "retract"
     decode: Annotated[
@@ -378,7 +378,9 @@ class TrainerConfig(Section, frozen=True):
     ] = "constant"
     lr_hold: Annotated[
         float,
-        doc("Share of the steps at full rate, after the warm-up, before it falls.", run_data=True, ge=0, lt=1),
+        doc(
+            "Share of the steps at full rate, after the warm-up, before it falls.", run_data=True, ge=0, lt=1
+        ),
     ] = 0.0
     lr_end: Annotated[float, doc("Learning rate that the schedule falls to.", run_data=True, ge=0)] = 0.0
     lr_warmup: Annotated[
@@ -460,7 +462,9 @@ class SupervisorConfig(Section, frozen=True):
 class EvalConfig(Section, frozen=True):
     """Measuring the policy on held-out prompts, beside the run (daemon `evaluator`)."""
 
-    path: Annotated[str, doc("JSONL file of held-out prompts, as in [data]; empty: no evaluation.", path=True)] = ""
+    path: Annotated[
+        str, doc("JSONL file of held-out prompts, as in [data]; empty: no evaluation.", path=True)
+    ] = ""
     episodes: Annotated[
         PositiveInt | None, doc("Samples of one evaluation; unset: one of each row.", unit="samples")
     ] = None

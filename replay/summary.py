@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from replay.progress import Evaluation, RunProgress
+from streams.events import WeightsPublished
 from streams.log import EventLog
 from streams.topics import Topics
 
@@ -46,7 +47,7 @@ def summary_of(progress: RunProgress) -> dict[str, Any]:
         "steps_skipped": len(view.skipped),
         "version": view.version,
         "wall_s": round(_wall_s(progress), 3),
-        f"seconds_to_{GOOD_REWARD}": _seconds_to(GOOD_REWARD, held_out, progress.first_dispatch_ms()),
+        f"seconds_to_{GOOD_REWARD}": _seconds_to(GOOD_REWARD, held_out, view.versions),
         "tokens_generated": tokens,
         "tokens_trained": progress.tokens_trained,
         "tokens_per_s": round(tokens / training_s, 1) if training_s else None,
@@ -68,12 +69,19 @@ def _wall_s(progress: RunProgress) -> float:
     return max(0, progress.ended_ms - began) / 1000
 
 
-def _seconds_to(reward: float, evaluations: Sequence[Evaluation], since_ms: int | None) -> float | None:
-    """From the first dispatch until held-out reward was first as high; None if it never was."""
-    if since_ms is None:
+def _seconds_to(
+    reward: float, evaluations: Sequence[Evaluation], versions: Sequence[WeightsPublished]
+) -> float | None:
+    """Age of the first version whose held-out reward was as high, counted from the run's first version.
+
+    When a version was made matters, not when the evaluator came to it; and nothing can be generated before the
+    first one, so the time in which the daemons load does not count.
+    """
+    made = {version.version: version.published_ms for version in reversed(versions)}
+    reached = [each.version for each in evaluations if each.reward >= reward and each.version in made]
+    if not reached or not versions:
         return None
-    reached = [each.at_ms for each in evaluations if each.reward >= reward]
-    return (min(reached) - since_ms) / 1000 if reached else None
+    return (made[min(reached)] - versions[0].published_ms) / 1000
 
 
 def _trainer_busy(progress: RunProgress) -> float | None:

@@ -1,6 +1,6 @@
 """The event catalogue, docs/events.md, made from the structs so that it cannot be out of date.
 
-    python -m streams.catalogue docs/events.md
+python -m streams.catalogue docs/events.md
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ TOPICS: dict[str, tuple[str, Any]] = {
     "metrics": ("all", events.Metrics),
     "dead": ("all", events.DeadLetter),
 }
-PARTS = (events.InputProgress, events.Member, events.CutGroup, events.CutMember, events.Drop, events.TensorInfo)
+PARTS = (
+    events.InputProgress,
+    events.Member,
+    events.CutGroup,
+    events.CutMember,
+    events.Drop,
+    events.TensorInfo,
+)
 
 HEAD = f"""# Event catalogue
 
@@ -45,7 +52,9 @@ def render() -> str:
     """The whole page."""
     parts = [HEAD]
     for topic, (writer, union) in TOPICS.items():
-        partitions = "P partitions" if topic in ("tasks", "trajectories", "rewards", "groups") else "one partition"
+        partitions = (
+            "P partitions" if topic in ("tasks", "trajectories", "rewards", "groups") else "one partition"
+        )
         parts.append(f"## {topic}\n\n{partitions}; written by: {writer}\n")
         for kind in get_args(union) or (union,):
             parts.append(_section(f"### `{tag_of(kind)}` ({kind.__name__})", kind))

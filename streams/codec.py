@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import msgspec
 import zstandard
@@ -46,7 +46,7 @@ class Unknown(NamedTuple):
     fields: dict[str, Any]
 
 
-Decoded = Union[Known, Unknown]
+Decoded = Known | Unknown
 
 upcasts: dict[tuple[int, str], Upcast] = {}
 

@@ -58,7 +58,9 @@ def encode_ids(ids: NDArray[np.integer] | Sequence[int]) -> bytes:
         return array.astype("<i4").tobytes() + _FORMAT[_IDS_I32]
     high = (array >> 16).astype(np.uint8)
     low = (array & 0xFFFF).astype("<u2").tobytes()
-    return b"".join((low, np.packbits(high & 1).tobytes(), np.packbits(high >> 1).tobytes(), _FORMAT[_IDS_U18]))
+    return b"".join(
+        (low, np.packbits(high & 1).tobytes(), np.packbits(high >> 1).tobytes(), _FORMAT[_IDS_U18])
+    )
 
 
 def decode_ids(column: bytes) -> NDArray[np.int32]:

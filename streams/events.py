@@ -21,7 +21,7 @@ for admission and for the trainer's frontier. `task_offset` is the offset in `ta
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Union
+from typing import Annotated, Any
 
 import msgspec
 
@@ -38,13 +38,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
 class InputProgress(msgspec.Struct, frozen=True, array_like=True):
     """How far a stage had come in one input partition when it wrote an output (DESIGN §4.1).
 
-    Everything below `low_water` is finished and its output acknowledged; `finished` lists finished inputs in
-    [low_water, read_to).
+    Everything below `low_water` is finished and its output acknowledged; `finished` are the ranges [begin, end) of
+    finished inputs between low_water and read_to.
     """
 
     read_to: int = 0
     low_water: int = 0
-    finished: list[int] = []
+    finished: list[tuple[int, int]] = []
 
 
 Progress = dict[str, InputProgress]  # input topic word → progress in the same partition number
@@ -207,7 +207,7 @@ class EpochStarted(Event, frozen=True, kw_only=True, tag="epoch_started"):
 
     producer: str
     started_ms: int
-    attempt_of_run: int = 0
+    limit: int = -1  # staleness limit in force as it begins; -1: not said
 
 
 class CutMember(msgspec.Struct, frozen=True, array_like=True):
@@ -399,30 +399,33 @@ class DeadLetter(Event, frozen=True, kw_only=True, tag="dead_letter"):
     at_ms: int = 0
 
 
-TaskEvent = Union[TaskDispatched, TaskSkipped]
-TrajectoryEvent = Union[TrajectoryFinished, RolloutFailed]
-RewardEvent = Union[RewardAssigned, ScoringFailed]
-GroupEvent = Union[GroupCompleted, GroupDropped, MembersMissing]
-LedgerEvent = Union[
-    RunStarted,
-    EpochStarted,
-    BatchCut,
-    GroupsDropped,
-    WeightsPublished,
-    CheckpointSaved,
-    StepSkipped,
-    RunEnding,
-    RunFinished,
-    DataEnded,
-    LimitChanged,
-    Paused,
-    Resumed,
-]
-FleetEvent = Union[EngineJoined, EngineReady, EngineFailed, EngineLeft]
-AnyEvent = Union[TaskEvent, TrajectoryEvent, RewardEvent, GroupEvent, LedgerEvent, FleetEvent, Metrics, DeadLetter]
+TaskEvent = TaskDispatched | TaskSkipped
+TrajectoryEvent = TrajectoryFinished | RolloutFailed
+RewardEvent = RewardAssigned | ScoringFailed
+GroupEvent = GroupCompleted | GroupDropped | MembersMissing
+LedgerEvent = (
+    RunStarted
+    | EpochStarted
+    | BatchCut
+    | GroupsDropped
+    | WeightsPublished
+    | CheckpointSaved
+    | StepSkipped
+    | RunEnding
+    | RunFinished
+    | DataEnded
+    | LimitChanged
+    | Paused
+    | Resumed
+)
+FleetEvent = EngineJoined | EngineReady | EngineFailed | EngineLeft
+AnyEvent = (
+    TaskEvent | TrajectoryEvent | RewardEvent | GroupEvent | LedgerEvent | FleetEvent | Metrics | DeadLetter
+)
 
 EVENT_TYPES: dict[str, type[Event]] = {
-    str(kind.__struct_config__.tag): kind for kind in AnyEvent.__args__  # pyright: ignore[reportAttributeAccessIssue]
+    str(kind.__struct_config__.tag): kind
+    for kind in AnyEvent.__args__  # pyright: ignore[reportAttributeAccessIssue]
 }
 
 

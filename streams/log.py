@@ -27,10 +27,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+from streams.errors import LogUnavailable
 
 Headers = tuple[tuple[str, bytes], ...]
+
+_Log = TypeVar("_Log", bound="EventLog")
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
 
@@ -118,8 +123,17 @@ class EventLog(abc.ABC):
         records: Sequence[NewRecord],
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> int:
-        """Append durably and return the offset of the first record. Raises what `submit`'s future holds."""
-        return self.submit(topic, partition, records).result(timeout.total_seconds())
+        """Append durably and return the offset of the first record.
+
+        Raises what `submit`'s future holds, and LogUnavailable when the deadline passes (the append may still land).
+        """
+        try:
+            return self.submit(topic, partition, records).result(timeout.total_seconds())
+        except FutureTimeout:
+            raise LogUnavailable(
+                f"{topic}/{partition}: {len(records)} records were not acknowledged within "
+                f"{timeout.total_seconds():.0f} s; they may still be appended"
+            ) from None
 
     # -- reading
     @abc.abstractmethod
@@ -156,9 +170,7 @@ class EventLog(abc.ABC):
 
     # -- groups
     @abc.abstractmethod
-    def join(
-        self, group: str, topic: str, *, replica: int, replicas: int, member: str = ""
-    ) -> Membership:
+    def join(self, group: str, topic: str, *, replica: int, replicas: int, member: str = "") -> Membership:
         """Take share `replica` of `replicas` of the topic's partitions for this group.
 
         Raises ShareHeld while another live member holds this share.
@@ -187,7 +199,7 @@ class EventLog(abc.ABC):
     def close(self) -> None:
         """Flush what was submitted (bounded by a deadline) and let go of every resource. Twice is harmless."""
 
-    def __enter__(self) -> EventLog:
+    def __enter__(self: _Log) -> _Log:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -74,7 +74,9 @@ def pack(
     if count == 0:
         raise InvalidEvent("no_tokens", "the response has no tokens", uid=uid)
     if len(prompt_ids) == 0:
-        raise InvalidEvent("no_tokens", "the prompt has no tokens, so its first token has no log-prob", uid=uid)
+        raise InvalidEvent(
+            "no_tokens", "the prompt has no tokens, so its first token has no log-prob", uid=uid
+        )
     mask = _mask(sample.loss_mask, count, uid)
     logprobs = _logprobs(sample.logprobs, mask, uid)
     _check_versions(sample.versions, count, uid)
@@ -158,7 +160,7 @@ def _mask(values: Any, count: int, uid: str) -> NDArray[np.bool_]:
         raise InvalidEvent("length_mismatch", f"loss mask {mask.size}≠{count} response tokens", uid=uid)
     if mask.dtype == np.bool_:
         return mask
-    if not np.isin(mask, (0, 1)).all():
+    if not ((mask == 0) | (mask == 1)).all():
         raise InvalidEvent("bad_mask", "loss mask holds values other than 0 and 1", uid=uid)
     return mask.astype(bool)
 
@@ -172,9 +174,7 @@ def _logprobs(values: Any, mask: NDArray[np.bool_], uid: str) -> NDArray[np.floa
                 raise InvalidEvent("missing_logprob", f"log-prob {value!r} at index {index}", uid=uid)
     array = np.ascontiguousarray(values, dtype=np.float32)
     if array.shape != mask.shape:
-        raise InvalidEvent(
-            "length_mismatch", f"log-probs {array.size}≠{len(mask)} response tokens", uid=uid
-        )
+        raise InvalidEvent("length_mismatch", f"log-probs {array.size}≠{len(mask)} response tokens", uid=uid)
     if not columns.is_full(mask):
         array = np.where(mask, array, np.float32(0))
     # As int32, finite negative floats lie below -inf's bits; zeros, NaN, infinities and positive floats do not.
@@ -204,11 +204,10 @@ def _check_versions(versions: Any, count: int, uid: str) -> None:
         epoch, version, n_tokens = run
         if type(epoch) is not int or type(version) is not int or type(n_tokens) is not int or min(run) < 0:
             raise InvalidEvent(
-                "unknown_version", f"version run {run!r}: needs three whole numbers ≥ 0 (epoch, version, tokens)",
+                "unknown_version",
+                f"version run {run!r}: needs three whole numbers ≥ 0 (epoch, version, tokens)",
                 uid=uid,
             )
         total += n_tokens
     if total != count:
-        raise InvalidEvent(
-            "length_mismatch", f"version runs cover {total}≠{count} response tokens", uid=uid
-        )
+        raise InvalidEvent("length_mismatch", f"version runs cover {total}≠{count} response tokens", uid=uid)

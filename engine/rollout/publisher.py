@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from consumers.runner import Inputs, with_progress
+from consumers.runner import Inputs, slim, with_progress
 from streams import codec
 from streams.errors import LogFull, LogUnavailable, RecordTooLarge
 from streams.events import DeadLetter, Event, Metrics, Progress, RolloutFailed, TrajectoryFinished
@@ -194,9 +194,9 @@ class Publisher:
     def _send(self, place: TopicPartition, appends: list[_Append]) -> None:
         lane = appends[0].lane
         progress = lane.progress() if lane is not None else None
-        records: list[NewRecord] = []
-        for append in appends:
-            records.append(self._encoded(append, progress))
+        shared = progress and slim(progress)  # the lists go on the last one alone
+        records = [self._encoded(append, shared) for append in appends[:-1]]
+        records.append(self._encoded(appends[-1], progress))
         future = self.log.submit(place.topic, place.partition, records)
         future.add_done_callback(lambda done: self._queue.put(_Sent(done, appends)))
 

@@ -101,6 +101,10 @@ class Trainer:
         self._publisher.close()
 
     def run(self, stop: Stop) -> int:
+        self.ledger.catch_up()
+        if self.ledger.finished is not None:
+            logger.info("trainer: the run is finished already, at step %d", self.ledger.step)
+            return 0
         self.start()
         try:
             while not stop() and self.ledger.finished is None:
@@ -116,6 +120,7 @@ class Trainer:
 
     def _take_over(self) -> History:
         """Begin an epoch; returns the valid records up to its own."""
+        self.ledger = Ledger(self.log, self.topics, limit=self.settings.max_weight_staleness)
         history = self.ledger.catch_up()
         if self.ledger.run is None:
             self._append(
@@ -129,7 +134,9 @@ class Trainer:
                     started_ms=self.clock(),
                 )
             )
-        started = EpochStarted(producer=f"trainer-{os.getpid()}", started_ms=self.clock())
+        started = EpochStarted(
+            producer=f"trainer-{os.getpid()}", started_ms=self.clock(), limit=self.ledger.limit
+        )
         self.epoch = self._append(started)
         history += self.ledger.catch_up()
         self._check_owner()
@@ -310,7 +317,9 @@ class Trainer:
 
     # -- weights and checkpoints
     def _publish(self, *, forked_at: int = -1) -> None:
-        self._publisher.publish(snapshot(self.backend.weights()), self.version, self.step, forked_at=forked_at)
+        self._publisher.publish(
+            snapshot(self.backend.weights()), self.version, self.step, forked_at=forked_at
+        )
 
     def _write_weights(self, tensors, version: int, step: int) -> WeightsPublished:
         event = self.store.publish(tensors, epoch=self.epoch, version=version, step=step)
@@ -433,4 +442,3 @@ class Trainer:
 
 def _step_seed(seed: int, step: int) -> int:
     return (seed * 1_000_003 + step) % (1 << 31)
-

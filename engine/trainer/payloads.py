@@ -79,7 +79,7 @@ def train_batch(cut: BatchCut, payloads: Payloads, lineage: Lineage) -> TrainBat
     samples: list[TrainSample] = []
     for group in cut.groups:
         advantages = group_advantages([member.reward for member in group.members]).values
-        for member, advantage in zip(group.members, advantages):
+        for member, advantage in zip(group.members, advantages, strict=True):
             payload = payloads.take(group.partition, member.trajectory_offset, member.uid)
             mask = payload.loss_mask
             if cut.on_stale == MASK:

@@ -22,7 +22,7 @@ from streams.events import WeightsPublished
 logger = logging.getLogger(__name__)
 
 Write = Callable[[Mapping[str, Any], int, int], WeightsPublished]  # (tensors, version, step) → event
-Announce = Callable[[WeightsPublished], None]  # appends it to the ledger
+Announce = Callable[[WeightsPublished], object]  # appends it to the ledger
 
 
 class _Job(NamedTuple):
@@ -88,7 +88,3 @@ class Publisher:
             event = msgspec.structs.replace(event, forked_at=job.forked_at)
         self._announce(event)
         self.digests[job.version] = event.digest
-
-
-
-

@@ -57,9 +57,7 @@ def resume(
         step, version, after = found.step, found.version, found.ledger_position
         logger.info("trainer: checkpoint of step %d (version %d) loaded", step, version)
     published = {
-        event.version: event.digest
-        for record, event in history
-        if isinstance(event, WeightsPublished)
+        event.version: event.digest for record, event in history if isinstance(event, WeightsPublished)
     }
     forked_at = _agreed(backend, digest, version, published, version) if published else -1
     agrees = forked_at == version or not published
@@ -117,5 +115,3 @@ def _newest(saved: Sequence[CheckpointSaved], folder: Path) -> CheckpointFound |
 
 def _starts(log: EventLog, topics: Topics) -> list[int]:
     return [log.start(topics.name("groups"), partition) for partition in range(topics.partitions)]
-
-

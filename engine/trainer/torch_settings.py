@@ -35,7 +35,9 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True):
     lr: float = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup: int = 0  # optimizer steps
-    lr_hold: float = 0.0  # share of the steps after the warm-up at full rate before it falls ("WSD" schedules)
+    lr_hold: float = (
+        0.0  # share of the steps after the warm-up at full rate before it falls ("WSD" schedules)
+    )
     lr_end: float = 0.0  # reached after total_steps
     total_steps: int | None = None  # optimizer steps; needed unless the schedule is constant
     adam_beta1: float = 0.9

@@ -102,6 +102,7 @@ class Mark:
         for index, word in enumerate(state):
             view[at + index] = word
         view[at + 6] = zlib.crc32(words)
+        self._seen = (self._map[64:192], state)  # the next load need not decode it
 
     def reset(self, state: MarkState) -> None:
         """Replace a damaged mark. In place, because other processes may have the file mapped."""

@@ -81,7 +81,8 @@ class PartitionWriter:
         self._fd = -1
         self._index_fd = -1
         self._sequence = -1  # of the mark when this writer last let go
-        self._indexed_at = 0
+        self._indexed_at = 0  # position of the newest index entry
+        self._index_end = 0  # bytes of the index
 
     # -- appending
 
@@ -145,8 +146,8 @@ class PartitionWriter:
     def _add_to_index(self, entries: bytes) -> None:
         """The index only makes look-ups faster, so a full disk here costs speed and nothing else."""
         try:
-            size = os.fstat(self._index_fd).st_size
-            write_at(self._index_fd, entries, size // INDEX_ENTRY.size * INDEX_ENTRY.size)
+            write_at(self._index_fd, entries, self._index_end)
+            self._index_end += len(entries)
         except OSError as error:
             logger.warning("%s: index not written: %s", self._folder, error)
 
@@ -180,7 +181,7 @@ class PartitionWriter:
             self._close_files()
             raise storage_error(error, path, "opening a segment") from error
         self._base = state.segment
-        self._indexed_at = self._last_indexed(state)
+        self._find_index_end(state)
 
     def _catch_up(self) -> MarkState:
         """The mark, with the files open at it and nothing beyond it. Called with the lock held."""
@@ -193,8 +194,13 @@ class PartitionWriter:
         if os.fstat(self._fd).st_size != state.position:
             return self._recover(state)
         if self._sequence != state.sequence:
-            self._indexed_at = self._last_indexed(state)
+            self._find_index_end(state)
         return state
+
+    def _find_index_end(self, state: MarkState) -> None:
+        """Where the index goes on, after others may have written it. Half an entry is written over."""
+        self._index_end = os.fstat(self._index_fd).st_size // INDEX_ENTRY.size * INDEX_ENTRY.size
+        self._indexed_at = self._last_indexed(state)
 
     def _last_indexed(self, state: MarkState) -> int:
         path = self._folder / index_name(state.segment)
@@ -281,7 +287,7 @@ class PartitionWriter:
                 good = good._replace(end=offset, position=head.stop, newest_ms=newest_ms)
         self._cut_index(state)
         self._add_to_index(b"".join(raw for position, raw in entries if position < good.position))
-        self._indexed_at = self._last_indexed(good)
+        self._find_index_end(good)
         if good.end > state.end:
             logger.info("%s: took over %d records beyond the mark", self._folder, good.end - state.end)
         return good
@@ -294,6 +300,7 @@ class PartitionWriter:
                 break
             kept, previous = kept + 1, position
         os.ftruncate(self._index_fd, kept * INDEX_ENTRY.size)
+        self._index_end = kept * INDEX_ENTRY.size
 
     # -- retention
 

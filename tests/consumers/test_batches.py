@@ -6,8 +6,7 @@ from consumers.batches import Buffer, Rule
 from consumers.ledger import Frontier
 from consumers.staleness import Lineage
 from streams.events import GroupDropped
-
-from support.events import EPOCH, completed
+from tests.support.events import EPOCH, completed
 
 
 def lineage(top: int = 20) -> Lineage:

@@ -6,10 +6,10 @@ import logging
 from datetime import timedelta
 
 import pytest
+
 from consumers.collector import Collector, ProgressClock
 from streams.events import GroupCompleted, GroupDropped, MembersMissing, TaskSkipped
-
-from support.events import events, failed, put, rewarded, run_log, task
+from tests.support.events import events, failed, put, rewarded, run_log, task
 
 
 def collector(log, topics, **changes) -> Collector:
@@ -46,7 +46,12 @@ def test_a_group_is_complete_when_its_last_member_has_come(parts):
     settle(stage)
     (group,) = events(log, topics, "groups")
     assert isinstance(group, GroupCompleted)
-    assert [(member.index, member.reward) for member in group.members] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
+    assert [(member.index, member.reward) for member in group.members] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.0),
+    ]
 
 
 def test_an_aborted_member_is_asked_for_once_and_then_its_group_is_dropped(parts):
@@ -219,7 +224,9 @@ def test_a_reward_from_beyond_what_was_read_of_tasks_is_held(parts):
 
 def test_a_skipped_row_gets_its_outcome(parts):
     log, topics, stage = parts
-    put(log, topics, "tasks", TaskSkipped(group_id="0-0", seq=0, data_epoch=0, row=0, reason="missing_prompt"))
+    put(
+        log, topics, "tasks", TaskSkipped(group_id="0-0", seq=0, data_epoch=0, row=0, reason="missing_prompt")
+    )
     settle(stage)
     (dropped,) = events(log, topics, "groups")
     assert (dropped.seq, dropped.reason) == (0, "task_skipped")
@@ -241,5 +248,5 @@ def test_a_producer_with_another_number_of_partitions_is_refused_at_start():
     from streams.topics import Topics
 
     log, _ = run_log(partitions=6)
-    with pytest.raises(TopicMismatch, match="6.*8|8.*6"):
+    with pytest.raises(TopicMismatch, match=r"6.*8|8.*6"):
         Topics("run", 8).create(log)

@@ -8,13 +8,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+
 from consumers.reward import RewardStage
 from consumers.rewards.pool import ScoringPool
 from streams.errors import LogFull
 from streams.events import DeadLetter, RewardAssigned, RolloutFailed, RunFinished, ScoringFailed
 from streams.log import NewRecord
-
-from support.events import events, finished, member_fields, put, run_log
+from tests.support.events import events, finished, member_fields, put, run_log
 
 
 @pytest.fixture
@@ -46,7 +46,10 @@ def test_each_trajectory_gets_its_verdict_by_reference(pool):
     put(log, topics, "trajectories", finished(0, 1, 0, response="8"))
     settle(stage_on(log, topics, pool))
     verdicts = events(log, topics, "rewards")
-    assert [(v.uid, v.reward, v.trajectory_offset) for v in verdicts] == [("0-0/0/0", 1.0, 0), ("0-0/1/0", 0.0, 1)]
+    assert [(v.uid, v.reward, v.trajectory_offset) for v in verdicts] == [
+        ("0-0/0/0", 1.0, 0),
+        ("0-0/1/0", 0.0, 1),
+    ]
     assert verdicts[0].trainable_versions == [(1, 0, 3)]
 
 

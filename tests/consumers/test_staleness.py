@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+
 from consumers.staleness import Lineage, fresh_mask, judge
 
 EPOCH = 1

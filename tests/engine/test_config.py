@@ -220,7 +220,6 @@ def test_an_override_cannot_go_below_a_plain_value() -> None:
         (["rollout.max_open_groups=31"], "over the in-flight cap rollout.max_open_groups = 31"),
         (["rollout.max_open_groups=97"], "staleness.max_weight_staleness = 2 allows: 96 groups"),
         (["rollout.max_open_groups=64", "staleness.max_weight_staleness=0"], "allows: 32 groups"),
-        (["staleness.max_weight_staleness=0", "rollout.partial_rollout=true"], "set partial_rollout = false"),
         (["weights.update_weights_interval=4"], "raise the limit to at least 3, or lower the interval to 3"),
         (["trainer.eps_clip=1.5"], "trainer.eps_clip = 1.5: must be between 0 and 1"),
         (["trainer.eps_clip_high=0.1"], "raise or remove it"),
@@ -520,7 +519,7 @@ def test_marks_name_the_settings_that_they_should() -> None:
         "run.dir",
         "data.path",
         "model.path",
-            "eval.path",
+        "eval.path",
         "log.kafka.ssl_cafile",
     }
 

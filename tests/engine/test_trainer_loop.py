@@ -6,6 +6,7 @@ import random
 from datetime import timedelta
 
 import pytest
+
 from engine.interfaces import BadStep
 from engine.trainer.loop import TooManyBadSteps
 from engine.trainer.scalar_backend import ScalarBackend
@@ -23,9 +24,8 @@ from streams.events import (
     StepSkipped,
     WeightsPublished,
 )
-
-from support.events import EPOCH, completed, events, finished, put, run_log
-from support.world import World
+from tests.support.events import EPOCH, completed, events, finished, put, run_log
+from tests.support.world import World
 
 
 class Bench:
@@ -42,7 +42,9 @@ class Bench:
 
     def group(self, seq: int, version: int = 0, offset: int | None = None) -> None:
         offsets = [
-            put(self.log, self.topics, "trajectories", finished(seq, index, seq, version=version, n_samples=2))
+            put(
+                self.log, self.topics, "trajectories", finished(seq, index, seq, version=version, n_samples=2)
+            )
             for index in range(2)
         ]
         event = completed(seq, version=version, offsets=offsets if offset is None else [offset] * 2)
@@ -79,7 +81,9 @@ def test_the_batch_is_written_before_the_step_and_says_everything_about_it(bench
     seen = []
     step = bench.trainer.backend.step
     monkeypatch.setattr(
-        bench.trainer.backend, "step", lambda batch: (seen.append(len(bench.ledger(BatchCut))), step(batch))[1]
+        bench.trainer.backend,
+        "step",
+        lambda batch: (seen.append(len(bench.ledger(BatchCut))), step(batch))[1],
     )
     for seq in range(3):
         bench.group(seq)
@@ -225,8 +229,10 @@ def test_the_short_last_batch_is_trained_or_dropped_as_configured(tmp_path, last
         written = events(world.log, world.topics, "ledger")
     finally:
         world.close()
-    drops = [drop for event in written if isinstance(event, (BatchCut, GroupsDropped)) for drop in event.drops]
-    assert ledger.finished.step == steps
+    drops = [
+        drop for event in written if isinstance(event, (BatchCut, GroupsDropped)) for drop in event.drops
+    ]
+    assert ledger.finished is not None and ledger.finished.step == steps
     assert [drop.reason for drop in drops] == ["surplus"] * surplus
 
 
@@ -296,9 +302,7 @@ def test_versions_that_come_out_differently_are_a_fork(tmp_path, monkeypatch):
         bench.group(seq)
     bench.settle()
     bench.trainer.close()
-    monkeypatch.setattr(
-        "support.world.ScalarBackend", lambda: ScalarBackend(lr=0.5)
-    )
+    monkeypatch.setattr("tests.support.world.ScalarBackend", lambda: ScalarBackend(lr=0.5))
     again = bench.world.trainer()
     again._publisher.flush(timedelta(seconds=10))
     newest = bench.ledger(WeightsPublished)[-1]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+
 from streams import columns
 from streams.errors import CodecError
 
@@ -61,12 +64,12 @@ def test_trainable_runs_count_exactly_the_trainable_tokens(runs, data):
     kept = columns.trainable_runs(runs, mask)
     assert sum(run[2] for run in kept) == mask.sum()
     per_token = [run[:2] for run in runs for _ in range(run[2])]
-    expected = [pair for pair, trains in zip(per_token, mask) if trains]
+    expected = [pair for pair, trains in zip(per_token, mask, strict=True) if trains]
     assert [run[:2] for run in kept for _ in range(run[2])] == expected
-    assert all(left[:2] != right[:2] for left, right in zip(kept, kept[1:]))
+    assert all(left[:2] != right[:2] for left, right in itertools.pairwise(kept))
 
 
 def test_negative_and_fractional_ids_are_refused():
     for bad in ([-1], [2**31], [0.5]):
         with pytest.raises(CodecError):
-            columns.encode_ids(bad)
+            columns.encode_ids(np.array(bad))

@@ -14,10 +14,17 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from streams.events import BatchCut, EpochStarted, GroupsDropped, TaskDispatched, TaskSkipped, WeightsPublished
 
-from support.events import events
-from support.world import World
+from streams.events import (
+    BatchCut,
+    EpochStarted,
+    GroupsDropped,
+    TaskDispatched,
+    TaskSkipped,
+    WeightsPublished,
+)
+from tests.support.events import events
+from tests.support.world import World
 
 SLOW = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -118,7 +125,7 @@ def test_a_run_with_a_number_of_steps_closes_what_was_still_open(seed, crash_rat
         finally:
             world.close()
     assert happened["steps"] == 5 and happened["last"] == 5
-    assert ledger.finished.reason == "steps_reached"
+    assert ledger.finished is not None and ledger.finished.reason == "steps_reached"
 
 
 @pytest.mark.parametrize("limit", [0, 2])

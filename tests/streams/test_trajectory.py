@@ -7,11 +7,13 @@ import math
 import msgspec
 import numpy as np
 import pytest
+
 from streams import codec, trajectory
 from streams.errors import CodecError, InvalidEvent
 from streams.events import TrajectoryFinished
 from streams.log import Record
 from streams.trajectory import SampleData
+from tests.support.events import decoded
 
 
 def sample(**changes) -> SampleData:
@@ -69,8 +71,7 @@ def test_a_masked_position_needs_no_logprob_and_stores_zero():
 
 def test_a_sample_comes_back_as_it_went_in():
     made = codec.encode(trajectory.pack(sample()), producer="test")
-    decoded = codec.decode(Record("t", 0, 0, 0, made.headers, made.value))
-    payload = trajectory.open_payload(decoded.event)
+    payload = trajectory.open_payload(decoded(Record("t", 0, 0, 0, made.headers, made.value)))
     assert payload.prompt_ids.tolist() == [5, 6]
     assert payload.response_ids.tolist() == [11, 12, 13]
     assert np.array_equal(payload.logprobs, np.array([-0.5, -0.6, -0.7], np.float32))

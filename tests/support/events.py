@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from streams import codec, trajectory
 from streams.codec import Known
 from streams.events import (
@@ -13,12 +15,19 @@ from streams.events import (
     TaskDispatched,
     TrajectoryFinished,
 )
-from streams.log import EventLog, read_all
+from streams.log import EventLog, Record, read_all
 from streams.memory import MemoryLog
 from streams.topics import Topics
 from streams.trajectory import SampleData
 
 EPOCH = 1
+
+
+def decoded(record: Record) -> Any:
+    """The event of a record that must be readable; Any, since a test knows which it is."""
+    found = codec.decode(record)
+    assert isinstance(found, Known), found
+    return found.event
 
 
 def run_log(partitions: int = 1) -> tuple[EventLog, Topics]:
@@ -31,12 +40,12 @@ def put(log: EventLog, topics: Topics, word: str, event: Event, partition: int =
     return log.append(topics.name(word), partition, [codec.encode(event, producer="test")])
 
 
-def events(log: EventLog, topics: Topics, word: str, partition: int = 0) -> list[Event]:
-    found = []
+def events(log: EventLog, topics: Topics, word: str, partition: int = 0) -> list[Any]:
+    found: list[Any] = []
     for record in read_all(log, topics.name(word), partition, log.start(topics.name(word), partition)):
-        decoded = codec.decode(record)
-        if isinstance(decoded, Known):
-            found.append(decoded.event)
+        each = codec.decode(record)
+        if isinstance(each, Known):
+            found.append(each.event)
     return found
 
 
@@ -66,7 +75,9 @@ def member_fields(seq: int, index: int, task_offset: int, n_samples: int = 4, at
     }
 
 
-def rewarded(seq: int, index: int, task_offset: int, reward: float, *, version: int = 0, **changes) -> RewardAssigned:
+def rewarded(
+    seq: int, index: int, task_offset: int, reward: float, *, version: int = 0, **changes
+) -> RewardAssigned:
     return RewardAssigned(
         **member_fields(seq, index, task_offset, **changes),
         reward=reward,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from consumers.collector import Collector
 from consumers.dataset import Row
@@ -28,6 +29,7 @@ from streams.log import EventLog
 from streams.memory import MemoryLog
 from streams.topics import Topics
 from streams.trajectory import SampleData
+from tests.support.events import decoded
 
 
 class Rows:
@@ -50,7 +52,9 @@ class Rollout:
         self.world, self.partition = world, partition
         place = recover(world.log, world.topics, "trajectories", partition, ["tasks"])
         self.position = place.positions["tasks"]
-        self.done = {event.uid for event in place.done if isinstance(event, (TrajectoryFinished, RolloutFailed))}
+        self.done = {
+            event.uid for event in place.done if isinstance(event, (TrajectoryFinished, RolloutFailed))
+        }
         self.ledger = Ledger(world.log, world.topics)
 
     def round(self) -> bool:
@@ -60,7 +64,7 @@ class Rollout:
             return False
         batch = world.log.read(topics.name("tasks"), self.partition, self.position, max_records=1)
         for record in batch.records:
-            event = codec.decode(record).event
+            event = decoded(record)
             if isinstance(event, TaskDispatched):
                 if self.ledger.published.version < event.min_version:
                     return False
@@ -77,6 +81,7 @@ class Rollout:
             if uid in self.done or world.loses(uid):
                 continue
             published = self.ledger.published
+            assert published is not None, "round() answers only once there are weights"
             sample = SampleData(
                 uid=uid,
                 group_id=task.group_id,
@@ -141,7 +146,7 @@ class World:
                 **loop,
             }
         )
-        self.stages: dict[str, object] = {}
+        self.stages: dict[str, Any] = {}
         self.crashes = 0
         self.moves = 0  # the clock of the collector's deadlines: one second a move
 
