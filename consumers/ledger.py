@@ -12,7 +12,7 @@ import logging
 from consumers.staleness import Lineage
 from streams import codec
 from streams.codec import Known
-from streams.errors import CodecError
+from streams.errors import CodecError, SchemaTooNew
 from streams.events import (
     BatchCut,
     CheckpointSaved,
@@ -64,6 +64,7 @@ class Ledger:
         self.data_ended: DataEnded | None = None
         self.finished: RunFinished | None = None
         self.void_records = 0
+        self.unreadable = 0
         self.step = 0  # of the newest valid cut
         self._untrained_cuts: list[tuple[int, int, int]] = []  # (step, version, groups) not yet published
 
@@ -83,8 +84,19 @@ class Ledger:
         return fresh
 
     def _decode(self, record: Record) -> Event | None:
-        """Ledger records that cannot be read stop the reader: an unread outcome must never count as absent."""
-        decoded = codec.decode(record)
+        """A record that nobody can read decides nothing, for every reader alike; the audit shows it.
+
+        One of a newer schema stops the reader: a newer trainer can read it, so it may be an outcome. Raises
+        SchemaTooNew, and CorruptRecord from the log for stored bytes that were damaged.
+        """
+        try:
+            decoded = codec.decode(record)
+        except SchemaTooNew:
+            raise
+        except CodecError as error:
+            self.unreadable += 1
+            logger.error("ledger: record %d cannot be read and is void: %s", record.offset, error)
+            return None
         return decoded.event if isinstance(decoded, Known) else None
 
     def apply(self, offset: int, event: Event) -> bool:
