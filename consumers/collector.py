@@ -23,8 +23,19 @@ from datetime import timedelta
 
 from consumers.filters import Filter
 from consumers.ledger import Ledger
-from consumers.outbox import Outbox
-from consumers.runner import Clock, Inputs, Patience, Reader, Stop, now_ms, recover, stamp
+from consumers.outbox import Outbox, flush_all
+from consumers.runner import (
+    NEARLY,
+    Clock,
+    Inputs,
+    Patience,
+    ProgressClock,
+    Reader,
+    Stop,
+    now_ms,
+    recover,
+    stamp,
+)
 from streams import codec
 from streams.errors import OffsetOutOfRange
 from streams.events import (
@@ -41,11 +52,11 @@ from streams.events import (
     TaskSkipped,
 )
 from streams.log import EventLog, Membership, Record, TopicPartition
+from streams.ranges import as_ranges, from_ranges
 from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
 
-NEARLY = 64  # records: a stage this close to the end of its input is not behind
 Alive = Callable[[int], bool]  # does the owner of this partition give signs of life?
 
 
@@ -74,29 +85,14 @@ class _OpenGroup:
         return len(self.members) + len(self.failed) == self.n_samples
 
 
-class ProgressClock:
-    """Seconds that count only while somebody could have made progress. Never counts more than 1 s a tick."""
-
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.seconds = 0.0
-        self._monotonic = monotonic
-        self._last = monotonic()
-
-    def tick(self, running: bool) -> None:
-        now = self._monotonic()
-        if running:
-            self.seconds += min(now - self._last, 1.0)
-        self._last = now
-
-
 class _Lane:
     """One partition: both inputs, the open groups, the frontier."""
 
     def __init__(self, stage: Collector, partition: int) -> None:
         place = recover(stage.log, stage.topics, "groups", partition, ["tasks", "rewards"])
         self.partition = partition
-        self.tasks = Inputs(place.positions["tasks"])
-        self.rewards = Inputs(place.positions["rewards"])
+        self.tasks = Inputs(place.positions["tasks"], place.reached["tasks"])
+        self.rewards = Inputs(place.positions["rewards"], place.reached["rewards"])
         self.outbox = Outbox(stage.log, stage.topics.name("groups"), partition)
         self.open: dict[str, _OpenGroup] = {}
         self.clock = ProgressClock(stage.monotonic)
@@ -118,7 +114,7 @@ class _Lane:
                 for index in event.indices:
                     asked[index] = max(asked.get(index, 0), event.attempt)
         last = place.done[-1] if place.done else None
-        self.closed_above = set(getattr(last, "closed_above", [])) | set(self.closed_ids.values())
+        self.closed_above = from_ranges(getattr(last, "closed_above", [])) | set(self.closed_ids.values())
 
     def progress(self) -> Progress:
         return {"tasks": self.tasks.progress(), "rewards": self.rewards.progress()}
@@ -179,9 +175,8 @@ class Collector:
         )
 
     def close(self) -> None:
-        """Wait for what was sent, then give the share back."""
-        for lane in self._lanes.values():
-            lane.outbox.flush(timedelta(seconds=5))
+        """Wait a moment for what was sent, then give the share back."""
+        flush_all([lane.outbox for lane in self._lanes.values()], timedelta(seconds=1))
         if self._membership is not None:
             self._membership.close()
 
@@ -443,7 +438,7 @@ class Collector:
         if not outputs:
             return
         stamped = stamp(
-            outputs, lane.progress(), frontier=lane.frontier, closed_above=sorted(lane.closed_above)
+            outputs, lane.progress(), frontier=lane.frontier, closed_above=as_ranges(lane.closed_above)
         )
         records = [codec.encode(event, producer=self.name) for event in stamped]
         skipped = [

@@ -20,10 +20,12 @@ dispatched first.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 
 from consumers.dataset import BadRow, Dataset, Order, group_id
 from consumers.ledger import Ledger
+from consumers.outbox import append_patiently
 from consumers.runner import (
     Clock,
     Patience,
@@ -36,6 +38,7 @@ from consumers.runner import (
 )
 from streams import codec
 from streams.codec import Known
+from streams.errors import LogFull, LogUnavailable
 from streams.events import (
     DataEnded,
     Event,
@@ -46,7 +49,7 @@ from streams.events import (
     TaskDispatched,
     TaskSkipped,
 )
-from streams.log import EventLog, TopicPartition
+from streams.log import EventLog, NewRecord, TopicPartition
 from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
@@ -90,9 +93,20 @@ class Feeder:
         self._positions = [0] * topics.partitions  # in groups
         self._patience = Patience("feeder")
         self._reported = 0
+        self._stop: Stop = lambda: False
 
     # -- life
     def run(self, stop: Stop) -> int:
+        self._stop = stop
+        try:
+            return self._run(stop)
+        except (LogFull, LogUnavailable) as error:
+            if not stop():
+                raise
+            logger.warning("feeder: stopped; the next one dispatches what the log did not take: %s", error)
+            return 0
+
+    def _run(self, stop: Stop) -> int:
         self.recover()
         while not stop():
             if self.round():
@@ -160,16 +174,17 @@ class Feeder:
             self._partition_of[seq] = partition
             sent.append(seq)
             room -= 1
-        futures = [
-            self.log.submit(
-                self.topics.name("tasks"),
-                partition,
-                [codec.encode(event, producer="feeder") for event in events],
-            )
+        records = {
+            partition: [codec.encode(event, producer="feeder") for event in events]
             for partition, events in batches.items()
-        ]
-        for future in futures:
-            future.result(60)
+        }
+        topic = self.topics.name("tasks")
+        futures = {partition: self.log.submit(topic, partition, each) for partition, each in records.items()}
+        for partition, future in futures.items():
+            try:
+                future.result(60)
+            except (LogFull, LogUnavailable, FutureTimeout):
+                self._append("tasks", partition, records[partition])  # a copy that lands twice is passed over
         self.dispatched_total += len(sent)
         if self.total is not None and self.next_seq >= self.total and not self.holes and room > 0:
             self._end()
@@ -224,9 +239,13 @@ class Feeder:
 
     def _end(self) -> None:
         ended = DataEnded(count=self.next_seq, producer="feeder")
-        self.log.append(self.topics.name("ledger"), 0, [codec.encode(ended, producer="feeder")])
+        self._append("ledger", 0, [codec.encode(ended, producer="feeder")])
         self.ledger.catch_up()
         logger.info("feeder: data ended after %d groups", self.next_seq)
+
+    def _append(self, word: str, partition: int, records: list[NewRecord]) -> None:
+        """A full log is no reason to end: the feeder waits for room."""
+        append_patiently(self.log, self.topics.name(word), partition, records, who="feeder", stop=self._stop)
 
     # -- groups: load and re-dispatch
     def _read_groups(self) -> bool:
@@ -276,7 +295,7 @@ class Feeder:
             next_seq=self.next_seq,
             dispatched_ms=self.clock(),
         )
-        self.log.append(self.topics.name("tasks"), partition, [codec.encode(again, producer="feeder")])
+        self._append("tasks", partition, [codec.encode(again, producer="feeder")])
         self._redispatched.update((missing.group_id, missing.attempt, index) for index in wanted)
         self.redispatched_total += len(wanted)
         logger.warning(

@@ -31,6 +31,7 @@ from streams.events import (
     WeightsPublished,
 )
 from streams.log import EventLog, Record
+from streams.ranges import from_ranges
 from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Ledger:
     >>> log, topics = MemoryLog(), Topics("demo", 1)
     >>> topics.create(log)
     >>> ledger = Ledger(log, topics)
-    >>> ledger.catch_up(); ledger.epoch, ledger.position
+    >>> fresh = ledger.catch_up(); ledger.epoch, ledger.position
     (-1, 0)
     """
 
@@ -135,7 +136,7 @@ class Ledger:
         return True
 
     def _close(self, event: BatchCut | GroupsDropped | Closing) -> None:
-        self.frontier, self.closed_above = event.frontier, set(event.closed_above)
+        self.frontier, self.closed_above = event.frontier, from_ranges(event.closed_above)
         if isinstance(event, BatchCut):
             self.last_cut, self.step = event, event.step
             self._untrained_cuts.append((event.step, event.version, len(event.groups)))

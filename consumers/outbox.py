@@ -10,16 +10,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 
-from streams.errors import LogFull, LogUnavailable
+from consumers.runner import Stop
+from streams.errors import LogError, LogFull, LogUnavailable
 from streams.log import EventLog, NewRecord
 
 logger = logging.getLogger(__name__)
 
 OnAck = Callable[[int], None]  # gets the offset of the first record
+
+_NAP_S = 0.05  # of a stage that polls a log which refuses
+_SAY_AGAIN_S = 10.0
 
 
 class Outbox:
@@ -37,6 +42,7 @@ class Outbox:
         self.log, self.topic, self.partition, self.retry_s = log, topic, partition, retry_s
         self._sent: deque[tuple[Future[int], Sequence[NewRecord], OnAck | None]] = deque()
         self._stuck_since: float | None = None
+        self._said_at = self._again_at = 0.0
 
     def __len__(self) -> int:
         """Appends that are not yet acknowledged."""
@@ -59,18 +65,24 @@ class Outbox:
             try:
                 offset = future.result()
             except (LogFull, LogUnavailable) as error:
-                self._send_again(error, records, on_ack)
+                self._refused(error, records, on_ack)
                 break
             self._sent.popleft()
-            self._stuck_since = None
+            if self._stuck_since is not None:
+                self._stuck_since = None
+                self._send_refused()
             taken += 1
             if on_ack is not None:
                 on_ack(offset)
         return taken
 
-    def _send_again(self, error: Exception, records: Sequence[NewRecord], on_ack: OnAck | None) -> None:
+    def _refused(self, error: Exception, records: Sequence[NewRecord], on_ack: OnAck | None) -> None:
+        """The oldest append is tried again every `retry_s`; what was sent after it waits until it is taken."""
         now = time.monotonic()
-        if self._stuck_since is None or now - self._stuck_since > 10:
+        if self._stuck_since is None:
+            self._stuck_since, self._again_at = now, now + self.retry_s
+        if not self._said_at or now - self._said_at > _SAY_AGAIN_S:
+            self._said_at = now
             logger.error(
                 "%s/%d: cannot append (%s); %d appends wait, trying again every %.1f s",
                 self.topic,
@@ -79,9 +91,19 @@ class Outbox:
                 len(self._sent),
                 self.retry_s,
             )
-        self._stuck_since = self._stuck_since or now
-        time.sleep(self.retry_s)  # the stage has nothing better to do: the log refuses all its output
-        self._sent[0] = (self.log.submit(self.topic, self.partition, records), records, on_ack)
+        if now >= self._again_at:
+            self._again_at = now + self.retry_s
+            self._sent[0] = (self.log.submit(self.topic, self.partition, records), records, on_ack)
+        else:  # the stage has nothing better to do, but it must see soon that it is asked to stop
+            time.sleep(_NAP_S)
+
+    def _send_refused(self) -> None:
+        """There is room again: everything that was refused meanwhile goes out at once, in its order."""
+        for _ in range(len(self._sent)):
+            future, records, on_ack = self._sent.popleft()
+            if future.done() and isinstance(future.exception(), (LogFull, LogUnavailable)):
+                future = self.log.submit(self.topic, self.partition, records)
+            self._sent.append((future, records, on_ack))
 
     def flush(self, timeout: timedelta) -> None:
         """Wait until everything is acknowledged. Raises LogUnavailable saying what is not."""
@@ -95,6 +117,39 @@ class Outbox:
                 )
             try:
                 self._sent[0][0].result(left)
-            except (LogFull, LogUnavailable, TimeoutError):
+            except (LogFull, LogUnavailable, FutureTimeout):
                 pass  # poll() judges it
             self.poll()
+
+
+def flush_all(outboxes: Iterable[Outbox], timeout: timedelta) -> None:
+    """For a stage that ends: wait for all of them, no longer than `timeout` together.
+
+    What is not acknowledged by then is no loss: it is done again from the same inputs.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    for outbox in outboxes:
+        try:
+            outbox.flush(timedelta(seconds=max(0.0, deadline - time.monotonic())))
+        except LogError as error:
+            logger.warning("%s; their inputs will be read again", error)
+
+
+def append_patiently(
+    log: EventLog, topic: str, partition: int, records: Sequence[NewRecord], *, who: str, stop: Stop
+) -> int:
+    """Append durably; a log that has no room or does not answer is waited for, and the log line says so.
+
+    Raises LogFull or LogUnavailable only when the stage is asked to stop meanwhile.
+    """
+    said_at = 0.0
+    while True:
+        try:
+            return log.append(topic, partition, records)
+        except (LogFull, LogUnavailable) as error:
+            if stop():
+                raise
+            if not said_at or time.monotonic() - said_at > _SAY_AGAIN_S:
+                said_at = time.monotonic()
+                logger.error("%s: paused, %s/%d cannot be written: %s", who, topic, partition, error)
+            time.sleep(0.5)

@@ -6,7 +6,9 @@
     waits for: a trajectory to arrive, a verdict, an append to be acknowledged.
 
 Which inputs are done is read from the stage's own output (consumers/runner.py). With `group = True` the members of
-a group are held until all are there and scored together; a member that failed in rollout passes on alone.
+a group are held until all are there and scored together; a member that failed in rollout passes on alone. What is
+held takes no place in flight: members of many groups come mixed, and the missing ones may lie behind them. The
+deadline of a held group runs on progress, as the collector's do.
 """
 
 from __future__ import annotations
@@ -16,16 +18,29 @@ import logging
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
 import msgspec
 
-from consumers.outbox import Outbox
+from consumers.outbox import Outbox, flush_all
 from consumers.rewards.pool import NotScored, Outcome, Scored, ScoringPool
 from consumers.rewards.types import RewardInput
-from consumers.runner import Clock, Inputs, Patience, Reader, Stop, now_ms, recover, stamp, with_progress
+from consumers.runner import (
+    NEARLY,
+    Clock,
+    Inputs,
+    Patience,
+    ProgressClock,
+    Reader,
+    Stop,
+    now_ms,
+    recover,
+    stamp,
+    with_progress,
+)
 from streams import codec, columns
 from streams.errors import CodecError, InvalidEvent
 from streams.events import Event, Metrics, RewardAssigned, RolloutFailed, ScoringFailed, TrajectoryFinished
@@ -44,19 +59,24 @@ class _Lane:
     def __init__(self, stage: RewardStage, partition: int) -> None:
         place = recover(stage.log, stage.topics, "rewards", partition, ["trajectories"])
         self.partition = partition
-        self.inputs = Inputs(place.positions["trajectories"])
+        self.inputs = Inputs(place.positions["trajectories"], place.reached["trajectories"])
         self.position = place.positions["trajectories"]
         self.outbox = Outbox(stage.log, stage.topics.name("rewards"), partition)
         self.done = {event.uid for event in place.done if isinstance(event, (RewardAssigned, ScoringFailed))}
         self.done_offsets = place.finished["trajectories"]
         self.seen: OrderedDict[str, bytes] = OrderedDict()  # uid → digest of its record
         self.held: dict[str, dict[int, tuple[int, TrajectoryFinished]]] = {}  # group → index → member
-        self.held_since: dict[str, float] = {}
+        self.held_since: dict[str, float] = {}  # on this clock
+        self.clock = ProgressClock(stage.monotonic)
         self.pending: list[tuple[Future[list[Outcome]], list[tuple[int, TrajectoryFinished]]]] = []
 
     @property
     def in_flight(self) -> int:
         return self.inputs.in_flight
+
+    @property
+    def n_held(self) -> int:
+        return sum(len(members) for members in self.held.values())
 
 
 class RewardStage:
@@ -75,11 +95,12 @@ class RewardStage:
         replicas: int = 1,
         max_in_flight: int = 512,
         clock: Clock = now_ms,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.log, self.topics, self.pool = log, topics, pool
         self.group, self.group_deadline, self.with_ids = group, group_deadline, with_ids
         self.replica, self.replicas, self.max_in_flight = replica, replicas, max_in_flight
-        self.clock = clock
+        self.clock, self.monotonic = clock, monotonic
         self.name = f"reward-{replica}"
         self.reader = Reader(log, topics, self.name, clock)
         self.counts = {"scored_total": 0, "failed_total": 0, "duplicates_total": 0, "conflicts_total": 0}
@@ -87,6 +108,7 @@ class RewardStage:
         self._membership: Membership | None = None
         self._generation: int | None = None
         self._ledger_position = 0
+        self._paused = self._finished = False
         self._verdict_came = threading.Event()
         self._scoring_s = 1.0  # of a sample, lately; nothing is known at first
         self._patience = Patience(self.name)
@@ -101,9 +123,8 @@ class RewardStage:
         self._ledger_position = self.log.start(self.topics.name("ledger"), 0)
 
     def close(self) -> None:
-        """Wait for what was sent, then give the share back."""
-        for lane in self._lanes.values():
-            lane.outbox.flush(timedelta(seconds=5))
+        """Wait a moment for what was sent, then give the share back."""
+        flush_all([lane.outbox for lane in self._lanes.values()], timedelta(seconds=1))
         if self._membership is not None:
             self._membership.close()
 
@@ -114,7 +135,7 @@ class RewardStage:
                 if self.round():
                     self._patience.reset()
                     continue
-                if self._run_finished():
+                if self._finished:
                     return 0
                 self._patience.waiting(self._waits_for)
                 self._wait()
@@ -134,6 +155,7 @@ class RewardStage:
     def round(self) -> bool:
         """Take in verdicts and acknowledgements, then new trajectories; True if anything moved."""
         self._rebalance()
+        self._follow_ledger()
         moved = False
         for lane in self._lanes.values():
             moved = lane.outbox.poll() > 0 or moved
@@ -160,13 +182,13 @@ class RewardStage:
         return {TopicPartition(topic, p): lane.position for p, lane in self._lanes.items()}
 
     def _waits_for(self) -> str:
-        held = sum(len(members) for lane in self._lanes.values() for members in lane.held.values())
+        held = sum(lane.n_held for lane in self._lanes.values())
         scoring = sum(len(lane.pending) for lane in self._lanes.values())
         return f"trajectories ({scoring} requests being scored, {held} members held for their groups)"
 
     # -- input
     def _read(self, lane: _Lane) -> bool:
-        room = self.max_in_flight - lane.in_flight
+        room = self.max_in_flight - (lane.in_flight - lane.n_held)
         if room <= 0:
             return False
         topic = self.topics.name("trajectories")
@@ -213,7 +235,10 @@ class RewardStage:
 
     def _hold(self, lane: _Lane, offset: int, event: TrajectoryFinished) -> None:
         members = lane.held.setdefault(event.group_id, {})
-        lane.held_since.setdefault(event.group_id, time.monotonic())
+        lane.held_since.setdefault(event.group_id, lane.clock.seconds)
+        if event.index in members:  # asked for again while its group was incomplete: the newest is awaited
+            self.counts["duplicates_total"] += 1
+            lane.inputs.finished(members[event.index][0])
         members[event.index] = (offset, event)
         if len(members) == event.n_samples:
             del lane.held[event.group_id], lane.held_since[event.group_id]
@@ -242,8 +267,10 @@ class RewardStage:
     def _expire_held(self, lane: _Lane) -> None:
         """A group whose members never all come: its members fail by name, so the collector can judge."""
         limit = self.group_deadline.total_seconds()
+        behind = self.log.end(self.topics.name("trajectories"), lane.partition) - lane.position >= NEARLY
+        lane.clock.tick(running=not (behind or self._paused or lane.outbox.stuck))
         for group, since in list(lane.held_since.items()):
-            if time.monotonic() - since > limit:
+            if lane.clock.seconds - since > limit and not behind:
                 members = lane.held.pop(group)
                 del lane.held_since[group]
                 reason = f"{len(members)} members were there after {limit:.0f} s"
@@ -311,12 +338,15 @@ class RewardStage:
         lane.outbox.send(records, acknowledged)
 
     # -- end and metrics
-    def _run_finished(self) -> bool:
-        """Looks for RunFinished, and only at the ledger records that came since the last look."""
-        topic = self.topics.name("ledger")
-        batch = self.log.read(topic, 0, self._ledger_position)
+    def _follow_ledger(self) -> None:
+        """Is the run paused or finished? Looks only at the headers of the records that came since the last look."""
+        batch = self.log.read(self.topics.name("ledger"), 0, self._ledger_position)
         self._ledger_position = batch.next_position
-        return any(record.header("type") == b"run_finished" for record in batch.records)
+        for record in batch.records:
+            kind = record.header("type")
+            if kind in (b"paused", b"resumed"):
+                self._paused = kind == b"paused"
+            self._finished = self._finished or kind == b"run_finished"
 
     def _report(self) -> None:
         now = self.clock()

@@ -25,12 +25,15 @@ from streams.codec import Known, Unknown
 from streams.errors import CodecError
 from streams.events import DeadLetter, Event, InputProgress, Progress, TaskDispatched, TaskSkipped
 from streams.log import EventLog, NewRecord, Record
+from streams.ranges import from_ranges
 from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
 
 Clock = Callable[[], int]  # milliseconds since 1970
 Stop = Callable[[], bool]
+
+NEARLY = 64  # records: a stage this close to the end of its input is not behind
 
 
 def now_ms() -> int:
@@ -46,10 +49,14 @@ class Inputs:
     InputProgress(read_to=3, low_water=0, finished=[(1, 3)])
     >>> inputs.finished(0); inputs.progress()
     InputProgress(read_to=3, low_water=3, finished=[])
+
+    `reached` is how far earlier incarnations had read: it is what progress says until this one is past it. So
+    `read_to` never falls along an output, and a scan that ends at the first `read_to` ≤ L has seen everything
+    that was written about inputs at or above L, also after several crashes in a row.
     """
 
-    def __init__(self, position: int) -> None:
-        self.read_to = position
+    def __init__(self, position: int, reached: int = 0) -> None:
+        self.read_to, self._reached = position, reached
         self._open: list[int] = []  # started and not finished, sorted
         self._finished: list[tuple[int, int]] = []  # ranges [begin, end) above the lowest open one, sorted
 
@@ -93,7 +100,7 @@ class Inputs:
         return len(self._open)
 
     def progress(self) -> InputProgress:
-        return InputProgress(self.read_to, self.low_water, list(self._finished))
+        return InputProgress(max(self.read_to, self._reached), self.low_water, list(self._finished))
 
 
 class Recovered(NamedTuple):
@@ -102,6 +109,7 @@ class Recovered(NamedTuple):
     positions: dict[str, int]  # input topic word → low water (the input's start if there is no output yet)
     finished: dict[str, set[int]]  # input topic word → finished offsets at or above the low water
     done: list[Event]  # oldest first
+    reached: dict[str, int]  # input topic word → the furthest that any of those outputs had read
 
 
 def recover(log: EventLog, topics: Topics, output: str, partition: int, inputs: Sequence[str]) -> Recovered:
@@ -109,6 +117,7 @@ def recover(log: EventLog, topics: Topics, output: str, partition: int, inputs: 
     starts = {word: log.start(topics.name(word), partition) for word in inputs}
     low: dict[str, int] | None = None
     finished: dict[str, set[int]] = {word: set() for word in inputs}
+    reached = dict(starts)
     done: list[Event] = []
     for event in events_backwards(log, topics.name(output), partition):
         progress: Progress = getattr(event, "progress", {})
@@ -117,18 +126,18 @@ def recover(log: EventLog, topics: Topics, output: str, partition: int, inputs: 
         if low is None:
             low = {word: progress[word].low_water if word in progress else starts[word] for word in inputs}
             finished = {
-                word: _offsets(progress[word].finished) if word in progress else set() for word in inputs
+                word: from_ranges(progress[word].finished) if word in progress else set() for word in inputs
             }
         if all(word not in progress or progress[word].read_to <= low[word] for word in inputs):
             break
+        reached = {
+            word: max(reached[word], progress[word].read_to) if word in progress else reached[word]
+            for word in inputs
+        }
         done.append(event)
     done.reverse()
     positions = {word: max(starts[word], (low or starts)[word]) for word in inputs}
-    return Recovered(positions, finished, done)
-
-
-def _offsets(ranges: Sequence[tuple[int, int]]) -> set[int]:
-    return {offset for begin, end in ranges for offset in range(begin, end)}
+    return Recovered(positions, finished, done, reached)
 
 
 def records_backwards(log: EventLog, topic: str, partition: int, window: int = 256) -> Iterator[Record]:
@@ -253,6 +262,21 @@ class Patience:
         if waited >= self._next:
             logger.warning("%s has waited %.0f s for %s", self.what, waited, detail())
             self._next = min(self._next * 2, self._next + 60)
+
+
+class ProgressClock:
+    """Seconds that count only while somebody could have made progress. Never counts more than 1 s a tick."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = 0.0
+        self._monotonic = monotonic
+        self._last = monotonic()
+
+    def tick(self, running: bool) -> None:
+        now = self._monotonic()
+        if running:
+            self.seconds += min(now - self._last, 1.0)
+        self._last = now
 
 
 def slim(progress: Progress) -> Progress:

@@ -35,11 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(error, WRONG_USAGE)
     except MillstreamError as error:
         return _say(error, FAILED)
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:
         _forget_stdout()
         return DONE
+    except OSError as error:
+        if error.filename is None:
+            raise
+        return _say(f"{error.filename}: {error.strerror}", FAILED)
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -72,7 +76,7 @@ def version() -> str:
         return "(not installed)"
 
 
-def _say(error: MillstreamError, code: int) -> int:
+def _say(error: object, code: int) -> int:
     print(f"millstream: {error}", file=sys.stderr)
     return code
 

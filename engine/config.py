@@ -118,8 +118,11 @@ def build_config(
 def check_paths(config: Config) -> None:
     """Refuse a dataset or a model that is not there. Apart from loading: a log can be read without them."""
     missing = []
-    if not Path(config.data.path).is_file():
-        missing.append(f"data.path = {show(config.data.path)}: no such file")
+    for key in ("data.path", "eval.path"):
+        path = get(config, key)
+        if path and not Path(path).is_file():
+            reason = "is a folder; name a JSONL file in it" if Path(path).is_dir() else "no such file"
+            missing.append(f"{key} = {show(path)}: {reason}")
     if config.model.path and not (Path(config.model.path) / "config.json").is_file():
         missing.append(
             f"model.path = {show(config.model.path)}: not a Hugging Face folder (no config.json in it)"

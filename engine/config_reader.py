@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,15 @@ else:
 
 ENV_PREFIX = "MILLSTREAM_"  # every variable that starts so is ours
 SETTING_PREFIX = "MILLSTREAM__"  # and goes on with section__key
+TYPES_IN_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "null": "none",
+    "array": "a list",
+    "object": "a table",
+}
 UNSET = "none"  # how an override says that a setting has no value, for which TOML has no word
 
 
@@ -62,7 +72,8 @@ class Reader:
         if equals and len(parts) > 1 and all(parts):
             self._override(parts, text.strip(), "--set")
         else:
-            self._refuse(item, f"--set {item}: must be section.key=value")
+            nearest = _nearest_key(key.strip()) if equals and "." not in key else None
+            self._refuse(item, f"--set {item}: must be section.key=value", nearest)
 
     def config(self) -> Config:
         """The settings, with defaults in place of what could not be used; each such value is a problem."""
@@ -179,4 +190,9 @@ def _reason(error: msgspec.ValidationError) -> str:
     for pattern, words in PATTERNS_IN_WORDS.items():
         if repr(pattern) in text:
             return f"must be {words}"
-    return text
+    return re.sub(r"`([a-z| ]+)`", lambda found: _type_in_words(found[1]), text)
+
+
+def _type_in_words(types: str) -> str:
+    """`int | null` → "a whole number or none"."""
+    return " or ".join(TYPES_IN_WORDS.get(name, name) for name in types.split(" | "))

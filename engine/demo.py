@@ -53,6 +53,9 @@ def demo_config(
     """The configuration of a demo run. `slow_tools` is the σ of the tools' lognormal latency; 0: no latency."""
     use = task.recommended
     options: dict[str, Any] = {"slow_tools_sigma": slow_tools} if slow_tools else {}
+    samples = use.rollout_batch_size * use.n_samples_per_prompt
+    # episodes that wait for tools cost nothing, so every group that admission allows may be under way
+    concurrency = samples * (max_weight_staleness + 1) if slow_tools else samples
     table: dict[str, Any] = {
         "run": {
             "name": f"demo-{task.name}",
@@ -68,7 +71,7 @@ def demo_config(
             "n_samples_per_prompt": use.n_samples_per_prompt,
             "rollout_max_response_len": use.rollout_max_response_len,
             "rollout_temperature": use.rollout_temperature,
-            "max_concurrency": use.rollout_batch_size * use.n_samples_per_prompt,
+            "max_concurrency": concurrency,
             "options": options,
         },
         "reward": {"function": "engine.demo:reward", "timeout_s": 10.0},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +66,28 @@ def _text(summary: dict[str, Any], run_dir: Path) -> str:
     shown = os.path.relpath(run_dir) if run_dir.is_relative_to(Path.cwd()) else str(run_dir)
     if not summary["steps"]:
         return f"no step was made; the daemons' own words are in {shown}/logs/\n"
+    command = called_as()
     table = columns([("SUMMARY", ""), *((name, _value(summary[name])) for name in SHOWN)])
     return f"""
 {table}
 {shown}: summary.json, curve.png, config.toml, logs/
 
 next:
-  millstream tail {shown} ledger -o -5 -e
-  millstream verify {shown}
-  millstream topics {shown}
+  {command} tail {shown} ledger -o -5 -e
+  {command} verify {shown}
+  {command} topics {shown}
 """
+
+
+def called_as() -> str:
+    """How this program is called from here: its name, or its path where it is not on PATH (`make demo`)."""
+    called = Path(sys.argv[0])
+    if called.name != "millstream":
+        return "millstream"
+    found = shutil.which("millstream")
+    if found is not None and Path(found).resolve() == called.resolve():
+        return "millstream"
+    return os.path.relpath(called) if called.resolve().is_relative_to(Path.cwd()) else str(called)
 
 
 def _value(value: Any) -> str:

@@ -67,7 +67,7 @@ class RunConfig(Section, frozen=True):
 
 
 class KafkaConfig(Section, frozen=True):
-    """How to reach Apache Kafka; read only when `log.url` starts with `kafka://`."""
+    """How to reach Apache Kafka; read only when `log.url` starts with `kafka://`, which this version refuses."""
 
     client: Annotated[
         Literal["kafka-python", "confluent"],
@@ -102,7 +102,8 @@ class LogConfig(Section, frozen=True):
     url: Annotated[
         str,
         doc(
-            "`file:///path` (embedded), `memory://` (one process) or `kafka://host:port`; empty: `<run.dir>/log`."
+            "`file:///path` (embedded), `memory://` (one process, for tests) or `kafka://host:port` (not in this "
+            "version); empty: `<run.dir>/log`."
         ),
     ] = ""
     partitions: Annotated[
@@ -200,7 +201,11 @@ class RolloutConfig(Section, frozen=True):
     ] = None
     generate: Annotated[
         str,
-        doc("Generate function: `single_turn` or `module:function`.", run_data=True, pattern=FUNCTION_PATH),
+        doc(
+            "Generate function: `single_turn`, `multi_turn` or `module:function`.",
+            run_data=True,
+            pattern=FUNCTION_PATH,
+        ),
     ] = "single_turn"
     n_samples_per_prompt: Annotated[
         int, doc("Samples of each prompt, that is, the size of a group.", unit="samples", run_data=True, ge=1)
@@ -428,7 +433,8 @@ class WeightsConfig(Section, frozen=True):
     """The way of new weights to the engines."""
 
     transport: Annotated[
-        Literal["disk", "distributed", "ipc"], doc("`disk`: safetensors in the run directory.")
+        Literal["disk", "distributed", "ipc"],
+        doc("`disk`: safetensors in the run directory; this version has no other."),
     ] = "disk"
     update_weights_interval: Annotated[
         int, doc("Training steps from one published version to the next.", unit="steps", run_data=True, ge=1)

@@ -33,6 +33,8 @@ POLL_S = 0.1
 DRAW_EVERY_S = 0.5
 SAY_EVERY_S = 5.0  # plain lines
 RECENT_STEPS = 20  # over which staleness and speed are shown
+FRUITLESS_BATCHES = 4  # so many batches of dropped groups without one step are worth a warning
+TOPIC_OF_REASON = (("task_", "groups"), ("reward_", "rewards"), ("rollout_", "trajectories"))
 PLOT_WIDTH, PLOT_HEIGHT = 60, 10
 BLOCKS = " ▁▂▃▄▅▆▇█"
 
@@ -65,6 +67,7 @@ class _Follower:
         self._progress: RunProgress | None = None
         self._log = None
         self._due = 0.0
+        self._warned = False
 
     def __enter__(self):
         return self
@@ -82,7 +85,15 @@ class _Follower:
         progress = self._follow()
         if progress is not None:
             progress.catch_up()
+            self._warn_once(progress)
             self.show(progress)
+
+    def _warn_once(self, progress: RunProgress) -> None:
+        """A run that drops all it makes would go on for ever, and looks busy."""
+        advice = "" if self._warned else fruitless(progress, self._config)
+        if advice:
+            self._warned = True
+            logger.warning("%s", advice)
 
     def _follow(self) -> RunProgress | None:
         if self._progress is None:
@@ -163,6 +174,20 @@ def status_line(progress: RunProgress, config: Config) -> str:
         parts.append("dropped " + " ".join(f"{reason}:{count}" for reason, count in sorted(dropped.items())))
     parts.append(f"busy trainer {_share(_recent(progress, 'busy'))} engine {_share(engine_busy(progress))}")
     return ", ".join(parts)
+
+
+def fruitless(progress: RunProgress, config: Config) -> str:
+    """What to say of a run that drops every group that it makes; empty as long as it may be well."""
+    dropped = drops(progress)
+    n_groups, batch = sum(dropped.values()), config.trainer.rollout_batch_size
+    if progress.view.step or n_groups < FRUITLESS_BATCHES * batch:
+        return ""
+    reason, count = max(dropped.items(), key=lambda each: each[1])
+    topic = next((topic for start, topic in TOPIC_OF_REASON if reason.startswith(start)), "groups")
+    return (
+        f"no batch of {batch} groups has come together, and {n_groups} groups were dropped, {count} of them for "
+        f"{reason}; why: millstream tail {config.run.dir} {topic} -o -3 -e"
+    )
 
 
 def panel(progress: RunProgress, config: Config, title: str) -> RenderableType:

@@ -20,6 +20,7 @@ from streams.events import (
     StepSkipped,
     WeightsPublished,
 )
+from streams.ranges import from_ranges
 
 
 class Violation(NamedTuple):
@@ -325,12 +326,12 @@ def frontier_is_right(evidence: Evidence) -> Check:
         examined += 1
         for seq in _closes(event):
             frontier.close(seq)
-        recorded = (event.frontier, sorted(event.closed_above))
+        recorded = (event.frontier, sorted(from_ranges(event.closed_above)))
         right = (frontier.low, sorted(frontier.above))
         if recorded != right:
             text = f"says that all below {recorded[0]} and {recorded[1]} are closed; it is {right[0]} and {right[1]}"
             found.append(_violation(f"ledger:{entry.offset}", text))
-            frontier = Frontier(event.frontier, set(event.closed_above))  # report each jump once
+            frontier = Frontier(event.frontier, from_ranges(event.closed_above))  # report each jump once
     return Check("the frontier is the set of closed groups", examined, found)
 
 

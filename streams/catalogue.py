@@ -39,8 +39,9 @@ HEAD = f"""# Event catalogue
 
 Made from `streams/events.py` by `python -m streams.catalogue docs/events.md`; do not edit by hand.
 Schema {events.SCHEMA_MAJOR}.{events.SCHEMA_MINOR}. Events are MessagePack maps by field name, with the tag word in
-`type`; values of {512} bytes and more are one zstandard frame (header `enc: zstd`). Headers of every record: `schema`,
-`type`, `by` (producer), `id` (uid or group id), `enc`.
+`type`; values of {512} bytes and more are one zstandard frame (header `enc: zstd`), after which the last bytes of the
+map may follow uncompressed (header `raw`: how many, in decimal). Headers of every record: `schema`, `type`, `by`
+(producer), `id` (uid or group id), `enc`, `raw`.
 
 How it may change: a new field has a default (minor); a reader passes over types and fields that it does not know,
 and counts them; anything else raises the major, which older readers refuse, and comes with an upcast in

@@ -3,8 +3,16 @@
     encode:  event ── MessagePack map ── zstd where it pays ──► NewRecord(value, headers)
     decode:  Record ──► Known(event) | Unknown(type, fields) | raises CodecError (→ dead letter)
 
+    value:   the map                                        no `enc`
+             zstd frame of the map                          enc: zstd
+             zstd frame of the map's head ++ its last n bytes as they are     enc: zstd, raw: n
+
 Headers (short ASCII, under 300 bytes): `schema` "major.minor", `type` the tag word, `id` uid or group id,
-`by` the producer, `enc` "zstd" when the value is compressed. Readers can route on them without opening the value.
+`by` the producer, `enc` "zstd" when the value is compressed, `raw` the bytes after the frame, in decimal. Readers
+can route on them without opening the value.
+
+The raw tail is a float32 log-prob column, last in its map: two thirds of a trajectory, of which zstd saves 5 %. Left
+out of the frame it costs a copy instead of half the time of compressing and opening a trajectory.
 
 A higher major is refused (SchemaTooNew). A higher minor, an unknown field or an unknown type is passed over: the
 first two decode as usual, the last comes back as Unknown, which stages count and replay shows. A lower major is
@@ -20,17 +28,24 @@ from typing import Any, NamedTuple
 import msgspec
 import zstandard
 
+from streams import columns
 from streams.errors import CodecError, OverCap, SchemaTooNew
-from streams.events import EVENT_TYPES, SCHEMA_MAJOR, SCHEMA_MINOR, Event
+from streams.events import EVENT_TYPES, SCHEMA_MAJOR, SCHEMA_MINOR, Event, TrajectoryFinished
 from streams.log import NewRecord, Record
 
 DEFAULT_CAP = 64 << 20  # bytes a value may have once it is opened
 COMPRESS_FROM = 512  # bytes; smaller values gain nothing
-_LEVEL = 1  # measured: no level above 1 pays for token columns
+# Measured on token columns: no level above 1 pays. Against level 1's own choice for a few kilobytes, a hash table of
+# 2**12 entries is quicker to clear, and matches from 7 bytes on are fewer to code: a tenth of the time for 2 % of size.
+_PARAMETERS = zstandard.ZstdCompressionParameters(compression_level=1, hash_log=12, min_match=7)
+# The head of a value with a raw tail is a quarter of it, so leaving out the entropy coding of literals costs 1 … 2 % of
+# the whole. At 1,800 tokens it saves 25 % of the head's compressing and 40 % of opening; at 8,000, 10 and 25 %.
+_HEAD_PARAMETERS = zstandard.ZstdCompressionParameters(compression_level=-1, hash_log=12, min_match=5)
 
 _SCHEMA_HEADER = ("schema", f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}".encode())
 _TYPE_HEADERS = {kind: ("type", tag.encode()) for tag, kind in EVENT_TYPES.items()}
 _ZSTD_HEADER = ("enc", b"zstd")
+_PRESENT_SCHEMA = _SCHEMA_HEADER[1]
 
 Upcast = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -63,10 +78,15 @@ def encode(event: Event, *, producer: str, timestamp_ms: int | None = None) -> N
     if identity:
         headers.append(("id", identity.encode()[:120]))
     if len(value) >= COMPRESS_FROM:
-        packed = _compressor().compress(value)
-        if len(packed) < len(value):
-            value = packed
+        n_raw = _raw_bytes(event)
+        head = value[: len(value) - n_raw]
+        packed = (_head_compressor() if n_raw else _compressor()).compress(head)
+        if len(packed) < len(head):
             headers.append(_ZSTD_HEADER)
+            if n_raw:
+                headers.append(("raw", b"%d" % n_raw))
+                packed += value[len(head) :]
+            value = packed
     return NewRecord(value, tuple(headers), timestamp_ms)
 
 
@@ -83,11 +103,13 @@ def decode(record: Record, *, cap: int = DEFAULT_CAP) -> Decoded:
             f"{SCHEMA_MAJOR}.{SCHEMA_MINOR}: update millstream to read this log"
         )
     value = record.value
-    encoding = headers.get("enc", b"")
+    encoding, raw = headers.get("enc", b""), headers.get("raw")
     if encoding == b"zstd":
-        value = decompress(value, cap=cap)
+        value = decompress(value, cap=cap) if raw is None else _join(value, raw, cap)
     elif encoding:
         raise CodecError(f"unknown content encoding {encoding[:32]!r}; known: zstd")
+    elif raw is not None:
+        raise CodecError(f"raw header {raw[:32]!r} on a value that is not compressed")
     tag = headers.get("type", b"").decode("ascii", "replace")
     if major < SCHEMA_MAJOR:
         return _decode_old(value, tag, major)
@@ -105,6 +127,24 @@ def decode(record: Record, *, cap: int = DEFAULT_CAP) -> Decoded:
     if not tag and fields["type"] in _decoders:
         return _known(value, fields["type"])
     return Unknown(fields["type"], fields)
+
+
+def _raw_bytes(event: Event) -> int:
+    """How many bytes at the end of an event's map are left out of the frame."""
+    if type(event) is TrajectoryFinished and columns.holds_float32(event.logprobs):
+        return len(event.logprobs)
+    return 0
+
+
+def _join(value: bytes, raw: bytes, cap: int) -> bytes:
+    """The map of a frame and the `raw` bytes after it; both count against the cap."""
+    n_raw = int(raw) if raw.isdigit() and len(raw) < 16 else -1
+    if not 0 <= n_raw <= len(value):
+        raise CodecError(f"raw header {raw[:32]!r} is no number of bytes within the value's {len(value)}")
+    if n_raw > cap:
+        raise OverCap(f"value states {n_raw} raw bytes, the cap is {cap}")
+    at = len(value) - n_raw  # bytes slices: for a few kilobytes quicker than memoryviews
+    return decompress(value[:at], cap=cap - n_raw) + value[at:]
 
 
 def decompress(data: bytes, *, cap: int = DEFAULT_CAP) -> bytes:
@@ -170,6 +210,8 @@ def _decode_old(value: bytes, tag: str, major: int) -> Decoded:
 
 
 def _major(schema: bytes | None) -> int:
+    if schema == _PRESENT_SCHEMA:
+        return SCHEMA_MAJOR
     if schema is None:
         return SCHEMA_MAJOR  # written by hand, without headers: judged by its value alone
     try:
@@ -180,8 +222,14 @@ def _major(schema: bytes | None) -> int:
 
 def _compressor() -> zstandard.ZstdCompressor:
     if not hasattr(_local, "compressor"):
-        _local.compressor = zstandard.ZstdCompressor(level=_LEVEL)
+        _local.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
     return _local.compressor
+
+
+def _head_compressor() -> zstandard.ZstdCompressor:
+    if not hasattr(_local, "head_compressor"):
+        _local.head_compressor = zstandard.ZstdCompressor(compression_params=_HEAD_PARAMETERS)
+    return _local.head_compressor
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:

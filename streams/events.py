@@ -25,6 +25,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from streams.ranges import Ranges
+
 SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -44,7 +46,7 @@ class InputProgress(msgspec.Struct, frozen=True, array_like=True):
 
     read_to: int = 0
     low_water: int = 0
-    finished: list[tuple[int, int]] = []
+    finished: Ranges = []
 
 
 Progress = dict[str, InputProgress]  # input topic word → progress in the same partition number
@@ -99,7 +101,6 @@ class TrajectoryFinished(MemberOf, frozen=True, kw_only=True, tag="trajectory_fi
 
     prompt_ids: bytes  # ids [P]
     response_ids: bytes  # ids [L]: what the engine sampled and what the environment answered
-    logprobs: bytes  # float [L]: behaviour policy; 0 where loss_mask is 0
     loss_mask: bytes  # 0/1 [L]: 1 on tokens that the policy sampled
     versions: VersionRuns  # over the L response tokens
     n_prompt_tokens: NonNegative
@@ -115,6 +116,8 @@ class TrajectoryFinished(MemberOf, frozen=True, kw_only=True, tag="trajectory_fi
     started_ms: int = 0
     finished_ms: int = 0
     claims: dict[str, tuple[str, int, str]] = {}  # name → (URI, bytes, sha256) of what lies outside the log
+    # Stays the last field: its bytes end the map, where the codec leaves float32 ones out of the compressed frame.
+    logprobs: bytes  # float [T]: behaviour policy, of the T tokens with loss_mask 1
 
 
 class RolloutFailed(MemberOf, frozen=True, kw_only=True, tag="rollout_failed"):
@@ -166,7 +169,7 @@ class GroupOf(Event, frozen=True, kw_only=True):
     seq: NonNegative
     task_offset: NonNegative
     frontier: NonNegative = 0  # every first dispatch below this offset of `tasks` is closed …
-    closed_above: list[int] = []  # … and these at or above it
+    closed_above: Ranges = []  # … and these at or above it, as ranges [begin, end)
     progress: Progress = {}
 
 
@@ -241,7 +244,7 @@ class Closing(Event, frozen=True, kw_only=True):
     version: NonNegative  # trainer version when it was written
     drops: list[Drop] = []
     frontier: NonNegative  # every seq below it has its outcome …
-    closed_above: list[int] = []  # … and these above it
+    closed_above: Ranges = []  # … and these above it, as ranges [begin, end)
     duplicates: NonNegative = 0  # copies passed over since the last closing record
 
 

@@ -7,7 +7,8 @@ is the one door out of it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from streams.columns import LogprobFormat, VersionRun
 from streams.errors import CodecError, InvalidEvent
 from streams.events import Progress, TrajectoryFinished
 
-_MINUS_INF = -0x800000  # bits of float32 -inf, as int32
+_NEGATIVE = np.float32(-1)
 LOGPROB_TOLERANCE = 1e-4  # a log-prob may be this much above 0 from rounding
 
 
@@ -78,7 +79,8 @@ def pack(
             "no_tokens", "the prompt has no tokens, so its first token has no log-prob", uid=uid
         )
     mask = _mask(sample.loss_mask, count, uid)
-    logprobs = _logprobs(sample.logprobs, mask, uid)
+    runs = columns.mask_runs(mask)
+    logprobs = _logprobs(sample.logprobs, runs, mask, uid)
     _check_versions(sample.versions, count, uid)
     return TrajectoryFinished(
         uid=uid,
@@ -92,7 +94,7 @@ def pack(
         prompt_ids=_column(prompt_ids, "prompt", uid),
         response_ids=_column(ids, "response", uid),
         logprobs=columns.encode_logprobs(logprobs, logprob_format),
-        loss_mask=columns.encode_mask(mask),
+        loss_mask=columns.encode_runs(runs),
         versions=columns.merge_runs(sample.versions),
         n_prompt_tokens=len(prompt_ids),
         n_response_tokens=count,
@@ -115,25 +117,30 @@ def open_payload(event: TrajectoryFinished) -> Payload:
     Raises CodecError for a damaged column and InvalidEvent for values that must not be trained on.
     """
     uid = event.uid
-    payload = Payload(
-        columns.decode_ids(event.prompt_ids),
-        columns.decode_ids(event.response_ids),
-        columns.decode_logprobs(event.logprobs),
-        columns.decode_mask(event.loss_mask),
-        [(run[0], run[1], run[2]) for run in event.versions],
-    )
-    count = len(payload.response_ids)
-    if count != event.n_response_tokens or len(payload.prompt_ids) != event.n_prompt_tokens:
+    prompt_ids = columns.decode_ids(event.prompt_ids)
+    response_ids = columns.decode_ids(event.response_ids)
+    count = len(response_ids)
+    if count != event.n_response_tokens or len(prompt_ids) != event.n_prompt_tokens:
         raise InvalidEvent(
             "length_mismatch",
-            f"{len(payload.prompt_ids)}+{count} token ids, the event says "
+            f"{len(prompt_ids)}+{count} token ids, the event says "
             f"{event.n_prompt_tokens}+{event.n_response_tokens}",
             uid=uid,
         )
-    _mask(payload.loss_mask, count, uid)
-    _logprobs(payload.logprobs, payload.loss_mask, uid)
-    _check_versions(payload.versions, count, uid)
-    return payload
+    runs = columns.decode_runs(event.loss_mask)
+    if sum(runs) != count:
+        raise InvalidEvent("length_mismatch", f"loss mask {sum(runs)}≠{count} response tokens", uid=uid)
+    mask = columns.runs_to_mask(runs)
+    logprobs = columns.decode_logprobs(event.logprobs)
+    n_sampled = sum(runs[1::2])
+    if len(logprobs) != n_sampled:
+        raise InvalidEvent(
+            "length_mismatch", f"log-probs {len(logprobs)}≠{n_sampled} sampled tokens", uid=uid
+        )
+    if columns.holds_float32(event.logprobs):  # fixed point holds nothing that is not finite and ≤ 0
+        logprobs = _checked(logprobs, mask, uid)
+    _check_versions(event.versions, count, uid)
+    return Payload(prompt_ids, response_ids, columns.spread(logprobs, runs), mask, list(event.versions))
 
 
 def _ids(values: Any, what: str, uid: str) -> NDArray[np.integer]:
@@ -165,8 +172,8 @@ def _mask(values: Any, count: int, uid: str) -> NDArray[np.bool_]:
     return mask.astype(bool)
 
 
-def _logprobs(values: Any, mask: NDArray[np.bool_], uid: str) -> NDArray[np.float32]:
-    """Float32 [L] with zeros off the mask. Positions in messages count within the response."""
+def _logprobs(values: Any, runs: Sequence[int], mask: NDArray[np.bool_], uid: str) -> NDArray[np.float32]:
+    """Float32 [T], checked: those that the mask keeps. Positions in messages count within the response."""
     if not isinstance(values, np.ndarray):
         values = list(values)
         for index, value in enumerate(values):
@@ -175,27 +182,33 @@ def _logprobs(values: Any, mask: NDArray[np.bool_], uid: str) -> NDArray[np.floa
     array = np.ascontiguousarray(values, dtype=np.float32)
     if array.shape != mask.shape:
         raise InvalidEvent("length_mismatch", f"log-probs {array.size}≠{len(mask)} response tokens", uid=uid)
-    if not columns.is_full(mask):
-        array = np.where(mask, array, np.float32(0))
-    # As int32, finite negative floats lie below -inf's bits; zeros, NaN, infinities and positive floats do not.
-    bits = array.view(np.int32)
-    highest = np.maximum.reduce(bits)
-    if highest < _MINUS_INF or (highest == 0 and not ((bits >= _MINUS_INF) & (bits < 0)).any()):
-        return array
-    _refuse_logprobs(array, uid)
-    return np.minimum(array, np.float32(0))
+    return _checked(columns.keep(array, runs), mask, uid)
 
 
-def _refuse_logprobs(array: NDArray[np.float32], uid: str) -> None:
-    """Name the first value that must not be trained on; returns if all are within the tolerance."""
-    bad = ~np.isfinite(array)
+def _checked(kept: NDArray[np.float32], mask: NDArray[np.bool_], uid: str) -> NDArray[np.float32]:
+    """Log-probs [T] that may be trained on, none above 0; `mask` [L] says where they stood.
+
+    Columns without exact zeros are found good in one pass. One with zeros has their sign bits set when it is written
+    (-0.0 = 0.0), so that opening it takes the one pass again.
+    """
+    if columns.all_negative(kept):
+        return kept
+    bad = ~np.isfinite(kept)
     if bad.any():
-        index = int(np.flatnonzero(bad)[0])
-        raise InvalidEvent("nonfinite_logprob", f"log-prob {array[index]} at index {index}", uid=uid)
-    high = array > LOGPROB_TOLERANCE
+        _refuse("nonfinite_logprob", bad, kept, mask, uid)
+    high = kept > LOGPROB_TOLERANCE
     if high.any():
-        index = int(np.flatnonzero(high)[0])
-        raise InvalidEvent("positive_logprob", f"log-prob {array[index]} at index {index}", uid=uid)
+        _refuse("positive_logprob", high, kept, mask, uid)
+    return np.copysign(np.minimum(kept, 0), _NEGATIVE)
+
+
+def _refuse(
+    reason: str, bad: NDArray[np.bool_], kept: NDArray[np.float32], mask: NDArray[np.bool_], uid: str
+) -> NoReturn:
+    """Name the first value that must not be trained on."""
+    first = int(bad.argmax())
+    index = int(np.flatnonzero(mask)[first])
+    raise InvalidEvent(reason, f"log-prob {kept[first]} at index {index}", uid=uid)
 
 
 def _check_versions(versions: Any, count: int, uid: str) -> None:

@@ -47,6 +47,20 @@ def setup_logging(level: str) -> None:
     )
 
 
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """The type of an argument that may also be 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
 def topics_of(config: Config) -> Topics:
     from engine.roles import topics_of
 
@@ -71,11 +85,16 @@ def log_folder(config: Config) -> Path | None:
 
 
 def require_shared_log(config: Config) -> None:
-    """Refuse a log that no second process can see."""
+    """Refuse a log that no second process can see, and one that this version cannot open."""
+    if config.log.url.startswith("kafka:"):
+        raise ConfigError(
+            f'log.url = "{config.log.url}": this version has no Kafka log yet; '
+            "remove log.url for the embedded log in the run directory, or set file:///path"
+        )
     if config.log.url.startswith("memory:"):
         raise ConfigError(
             f'log.url = "{config.log.url}" lives inside one process, and each daemon is one of its own; '
-            "remove log.url, or set file:///path or kafka://host:port"
+            "remove log.url, or set file:///path"
         )
 
 

@@ -27,19 +27,21 @@ EXAMPLE = """  millstream demo
   millstream demo --task reverse --seed 1 --plain
   millstream demo --slow-tools 0.9 --max-weight-staleness 3 --dir runs/slow"""
 
+MOST_SIGMA = 3.0  # of the logarithm: beyond it single calls outlast any deadline
+
 logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", choices=("guess", "reverse"), default="guess", help="default: guess")
     parser.add_argument("--plain", action="store_true", help="log lines instead of the live view")
-    parser.add_argument("--max-steps", metavar="N", type=_positive, help="stop after N training steps")
-    parser.add_argument("--seed", metavar="S", type=_natural, default=0, help="default: 0")
+    parser.add_argument("--max-steps", metavar="N", type=common.positive, help="stop after N training steps")
+    parser.add_argument("--seed", metavar="S", type=common.natural, default=0, help="default: 0")
     parser.add_argument("--dir", metavar="DIR", type=Path, help="run directory (default runs/demo-TASK-TIME)")
     parser.add_argument(
         "--max-weight-staleness",
         metavar="K",
-        type=_natural,
+        type=common.natural,
         default=2,
         help="oldest version trained on; 0: synchronous (default 2)",
     )
@@ -60,26 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
-
-
 def execute(args: argparse.Namespace) -> int:
     from engine.commands import rundir
     from engine.demo import default_dir, demo_config, prepare
     from engine.tasks import get_task
 
-    if args.slow_tools < 0 or (args.slow_tools and args.task != "guess"):
+    if not 0 <= args.slow_tools <= MOST_SIGMA:
         raise ConfigError(
-            f"--slow-tools {args.slow_tools}: a sigma above 0, and only --task guess uses tools"
+            f"--slow-tools {args.slow_tools:g}: must be between 0 and {MOST_SIGMA:g}, usually 0.9"
+        )
+    if args.slow_tools and args.task != "guess":
+        raise ConfigError(
+            f"--slow-tools {args.slow_tools:g}: only --task guess uses tools; remove one of them"
         )
     task = get_task(args.task)
     config = demo_config(
@@ -93,6 +87,7 @@ def execute(args: argparse.Namespace) -> int:
     )
     common.setup_logging(config.run.log_level)
     rundir.refuse_other_run(config)
+    rundir.make_run_dir(Path(config.run.dir))
     prepare(config, task)
     rundir.adopt(config)
     return run_and_report(config, plain=args.plain, title=f"millstream demo · {args.task}")
@@ -100,11 +95,17 @@ def execute(args: argparse.Namespace) -> int:
 
 def run_and_report(config: Config, *, plain: bool, title: str, threads: int = 1) -> int:
     """Run all daemons with a view, then write and show what came of it, also after an interruption."""
-    from engine.launch.local import LocalLauncher, daemons_of
+    from engine.launch.local import LocalLauncher, daemons_of, finished_at
     from engine.report import write_report
     from engine.view import watch
 
     stop = common.StopFlag().install()
+    finished = finished_at(config)
+    if finished is not None:
+        logger.info(
+            "the run is finished already, at step %d; it takes no more steps, whatever run.steps says",
+            finished,
+        )
     launcher = LocalLauncher(config, daemons_of(config), threads=threads)
     outcome = watch(launcher, config, stop.is_set, plain=plain, title=title)
     if outcome.code == 130:

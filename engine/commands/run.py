@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads",
         metavar="N",
-        type=int,
+        type=common.positive,
         default=1,
         help="CPU threads of each daemon, unless OMP_NUM_THREADS is set (default 1)",
     )
@@ -38,7 +38,10 @@ def execute(args: argparse.Namespace) -> int:
     from engine.commands import rundir
     from engine.commands.demo import run_and_report
     from engine.config import check_paths
+    from engine.launch.preflight import check_functions
 
     check_paths(config)
+    rundir.refuse_other_run(config)
+    check_functions(config)  # before the directory is taken: a typo is no reason to need another one
     rundir.adopt(config)
     return run_and_report(config, plain=args.plain, title=config.run.name, threads=args.threads)

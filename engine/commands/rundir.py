@@ -23,13 +23,27 @@ def adopt(config: Config, *, rewrite: bool = True) -> Path:
     common.require_shared_log(config)
     run_dir = Path(config.run.dir)
     refuse_other_run(config)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make_run_dir(run_dir)
     if (run_dir / CONFIG_FILE).exists() and not rewrite:
         return run_dir
     draft = run_dir / f".{CONFIG_FILE}.{os.getpid()}"
     draft.write_text(dump_toml(config), encoding="utf-8")
     draft.replace(run_dir / CONFIG_FILE)
     return run_dir
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Raises ConfigError when it cannot be made or written to."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise ConfigError(f'run.dir = "{run_dir}": is a file; name a folder for the run') from error
+    except OSError as error:
+        raise ConfigError(
+            f'run.dir = "{run_dir}": cannot be made ({error.strerror}); name a folder that you may write to'
+        ) from error
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise ConfigError(f'run.dir = "{run_dir}": is read-only; name a folder that you may write to')
 
 
 def refuse_other_run(config: Config) -> None:

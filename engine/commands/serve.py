@@ -36,6 +36,8 @@ def parse_replica(text: str) -> tuple[int, int]:
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise argparse.ArgumentTypeError(f"{text!r} is not I/N, as in 0/2")
+    if int(count) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: there is at least 1 replica, as in 0/1")
     if int(index) >= int(count):
         raise argparse.ArgumentTypeError(
             f"{text!r}: of {count} replicas the last is {int(count) - 1}/{count}"

@@ -95,7 +95,7 @@ class LocalLauncher:
         self.run_dir = Path(config.run.dir)
         self._limits = config.supervisor
         self._command = command or self._serve
-        self._finished = finished or (lambda: _run_finished(config))
+        self._finished = finished or (lambda: finished_at(config) is not None)
         self._env = _environment(os.environ if environ is None else environ, threads)
         self._daemons = [_Daemon(spec) for spec in daemons]
         self._failures: list[Failure] = []
@@ -308,12 +308,15 @@ def _environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
     return env | without_overrides(environ)
 
 
-def _run_finished(config: Config) -> bool:
-    """Whether a valid RunFinished stands in the ledger."""
+def finished_at(config: Config) -> int | None:
+    """The last step of a run whose ledger has a valid RunFinished; None while it goes on or has not begun."""
     from consumers.ledger import Ledger
     from engine.commands import common
 
+    folder = common.log_folder(config)
+    if folder is not None and not folder.is_dir():
+        return None
     with common.open_for_reading(config) as log:
         ledger = Ledger(log, common.topics_of(config))
         ledger.catch_up()
-        return ledger.finished is not None
+        return None if ledger.finished is None else ledger.finished.step

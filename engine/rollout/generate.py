@@ -215,7 +215,7 @@ async def guess(context: GenerateContext, task: TaskDispatched, index: int) -> S
     """The number game of engine/tasks/guess.py: one token a turn, answered by LOW, HIGH, HIT or "?".
 
     Options: `slow_tools_sigma` (0: off) makes every tool call sleep for a lognormal time with that σ and the median
-    `slow_tools_median_s` (0.02 s): the long tail of latencies that asynchrony meets in practice.
+    `slow_tools_median_s` (0.1 s): the long tail of latencies that asynchrony meets in practice.
     """
     text, label = context.text, task.label
     sigma = float(context.options.get("slow_tools_sigma", 0.0))
@@ -228,7 +228,7 @@ async def guess(context: GenerateContext, task: TaskDispatched, index: int) -> S
         word = text.text(completion.ids.tolist())
         words.append(word)
         if sigma > 0:
-            median_s = float(context.options.get("slow_tools_median_s", 0.02))
+            median_s = float(context.options.get("slow_tools_median_s", 0.1))
             await asyncio.sleep(median_s * math.exp(sigma * context.rng.gauss(0.0, 1.0)))
         if game.is_over(label, turn, word):
             break

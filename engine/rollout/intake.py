@@ -54,7 +54,7 @@ class _Place:
     def __init__(self, log: EventLog, topics: Topics, partition: int) -> None:
         place = recover(log, topics, "trajectories", partition, ["tasks"])
         self.position = place.positions["tasks"]
-        self.lane = Lane(partition, self.position)
+        self.lane = Lane(partition, self.position, place.reached["tasks"])
         self.finished = place.finished["tasks"]
         self.known: OrderedDict[str, None] = OrderedDict(
             (event.uid, None)

@@ -35,10 +35,10 @@ _SAY_AGAIN_S = 10.0
 class Lane:
     """One partition of tasks: which inputs are started, which are finished. Safe from several threads."""
 
-    def __init__(self, partition: int, position: int) -> None:
+    def __init__(self, partition: int, position: int, reached: int = 0) -> None:
         self.partition = partition
         self.is_lost = False  # another member has this partition now
-        self._inputs = Inputs(position)
+        self._inputs = Inputs(position, reached)
         self._left: dict[int, int] = {}  # task offset → samples without an acknowledged output
         self._lock = threading.Lock()
 

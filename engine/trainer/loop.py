@@ -16,11 +16,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from consumers.batches import Buffer, Rule
 from consumers.ledger import Ledger
+from consumers.outbox import append_patiently
 from consumers.runner import Clock, Patience, Reader, Stop, now_ms, records_backwards, task_event
 from engine.interfaces import BadStep, TrainerBackend
 from engine.trainer.checkpoint import prune_checkpoints, save_checkpoint
@@ -34,6 +36,7 @@ from streams.errors import Fenced, LogFull, LogUnavailable, MillstreamError
 from streams.events import (
     BatchCut,
     CheckpointSaved,
+    CutGroup,
     EpochStarted,
     Event,
     GroupCompleted,
@@ -47,13 +50,20 @@ from streams.events import (
     WeightsPublished,
 )
 from streams.log import EventLog, TopicPartition
+from streams.ranges import as_ranges
 from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
 
+PUBLISH_DEADLINE = timedelta(minutes=15)  # of writing weights that are on their way when the loop ends
+
 
 class TooManyBadSteps(MillstreamError):
     """Several steps in a row could not be taken: going on would only burn samples."""
+
+
+class _Stopped(Exception):
+    """Asked to stop in the middle of a recovery."""
 
 
 class Trainer:
@@ -83,15 +93,25 @@ class Trainer:
         self._patience = Patience("trainer")
         self._ended_at = time.monotonic()  # of the last step
         self._checkpointed = 0
+        self._stop: Stop = lambda: False
 
     # -- life
     def start(self) -> None:
         """Begin an epoch, recover, and publish the newest version."""
         history = self._take_over()
         start = resume(
-            self.log, self.topics, self.ledger, history, self.backend, self.checkpoints, digest=digest
+            self.log,
+            self.topics,
+            self.ledger,
+            history,
+            self.backend,
+            self.checkpoints,
+            digest=digest,
+            beat=self._give_way,
         )
         self.step, self.version, self._checkpointed = start.step, start.version, start.step
+        for cut, bad in start.unrecorded:  # killed between the cut and its StepSkipped
+            self._append_skipped(cut, bad)
         self.buffer = Buffer(self.topics.partitions, start.frontier, start.positions)
         self._publisher = Publisher(self._write_weights, self._append)
         self._publish(forked_at=start.forked_at)
@@ -105,18 +125,30 @@ class Trainer:
         if self.ledger.finished is not None:
             logger.info("trainer: the run is finished already, at step %d", self.ledger.step)
             return 0
-        self.start()
+        self._stop = stop
         try:
-            while not stop() and self.ledger.finished is None:
-                if self.round():
-                    self._patience.reset()
-                    continue
-                self._patience.waiting(self._waits_for)
-                self.log.wait(self._watched(), self.poll)
-            self._publisher.flush(timedelta(seconds=60))
-        finally:
-            self.close()
+            self.start()
+            try:
+                while not stop() and self.ledger.finished is None:
+                    if self.round():
+                        self._patience.reset()
+                        continue
+                    self._patience.waiting(self._waits_for)
+                    self.log.wait(self._watched(), self.poll)
+                self._publisher.flush(PUBLISH_DEADLINE)
+            finally:
+                self.close()
+        except _Stopped:
+            logger.info("trainer: stopped while it recovered")
+        except (LogFull, LogUnavailable) as error:
+            if not stop():
+                raise
+            logger.warning("trainer: stopped; what the ledger did not take is made again: %s", error)
         return 0
+
+    def _give_way(self) -> None:
+        if self._stop():
+            raise _Stopped
 
     def _take_over(self) -> History:
         """Begin an epoch; returns the valid records up to its own."""
@@ -155,8 +187,9 @@ class Trainer:
         """Read, drop what must go, cut and train if there is enough; True if anything was written."""
         self.ledger.catch_up()
         self._check_owner()
+        self._publisher.check()
         self._read_groups()
-        if self.ledger.paused:
+        if self.ledger.paused or not self._is_published:
             return False
         if self.ledger.ending is not None or self._steps_reached():
             return self._end("steps_reached")
@@ -173,6 +206,12 @@ class Trainer:
             return self._end("data_ended")
         return False
 
+    @property
+    def _is_published(self) -> bool:
+        """This epoch's first version is in the ledger: no earlier does it say where older epochs' versions fork."""
+        published = self.ledger.published
+        return published is not None and published.epoch == self.epoch
+
     def _rule(self) -> Rule:
         return Rule(self.version, self.ledger.limit, self.settings.on_stale, self.ledger.lineage)
 
@@ -185,6 +224,8 @@ class Trainer:
     def _waits_for(self) -> str:
         if self.ledger.paused:
             return "the run to be resumed"
+        if not self._is_published:
+            return f"version {self.version} to be published"
         if self.ledger.ending is not None:
             return "the feeder's DataEnded"
         return f"groups for step {self.step + 1}: {len(self.buffer)} of {self.settings.rollout_batch_size} are there"
@@ -249,7 +290,7 @@ class Trainer:
     def _cut(self, size: int, rule: Rule) -> BatchCut:
         """Append the step's record. From here on it is this step, whatever happens to this process."""
         chosen = self.buffer.cut(size, rule)
-        drops, duplicates = self._take_drops()
+        drops, duplicates = self._take_drops(chosen.groups)
         cut = BatchCut(
             epoch=self.epoch,
             version=self.version,
@@ -259,7 +300,7 @@ class Trainer:
             drops=drops,
             duplicates=duplicates,
             frontier=self.buffer.frontier.low,
-            closed_above=sorted(self.buffer.frontier.above),
+            closed_above=as_ranges(self.buffer.frontier.above),
             limit=rule.limit,
             on_stale=rule.on_stale,
             seed=_step_seed(self.settings.seed, self.step + 1),
@@ -276,16 +317,19 @@ class Trainer:
     def _skip(self, cut: BatchCut, bad: BadStep) -> None:
         self._bad_steps += 1
         logger.error("trainer: step %d skipped: %s (%d in a row)", cut.step, bad, self._bad_steps)
-        self._append(
-            StepSkipped(
-                epoch=self.epoch, step=cut.step, version=self.version, reason=bad.reason, detail=bad.detail
-            )
-        )
+        self._append_skipped(cut, bad)
         if self._bad_steps > self.settings.max_bad_steps:
             raise TooManyBadSteps(
                 f"{self._bad_steps} steps in a row could not be taken (trainer.max_bad_steps = "
                 f"{self.settings.max_bad_steps}); the last: {bad}"
             )
+
+    def _append_skipped(self, cut: BatchCut, bad: BadStep) -> None:
+        self._append(
+            StepSkipped(
+                epoch=self.epoch, step=cut.step, version=cut.version, reason=bad.reason, detail=bad.detail
+            )
+        )
 
     def _write_drops(self) -> None:
         drops, duplicates = self._take_drops()
@@ -296,23 +340,26 @@ class Trainer:
                 drops=drops,
                 duplicates=duplicates,
                 frontier=self.buffer.frontier.low,
-                closed_above=sorted(self.buffer.frontier.above),
+                closed_above=as_ranges(self.buffer.frontier.above),
             )
         )
 
-    def _take_drops(self):
+    def _take_drops(self, chosen: Sequence[CutGroup] = ()):
         drops, duplicates = self.buffer.take_drops()
         for drop in drops:
             self._drops[drop.reason] = self._drops.get(drop.reason, 0) + 1
         if duplicates:
             self._drops["duplicate"] = self._drops.get("duplicate", 0) + duplicates
-        waiting = {
-            (partition, member.trajectory_offset)
-            for partition, _, event in self.buffer.waiting()
-            for member in event.members
-        }
         if drops:
-            self.payloads.keep_only(waiting)
+            wanted = {
+                (partition, member.trajectory_offset)
+                for partition, _, event in self.buffer.waiting()
+                for member in event.members
+            }
+            wanted |= {
+                (group.partition, each.trajectory_offset) for group in chosen for each in group.members
+            }
+            self.payloads.keep_only(wanted)
         return drops, duplicates
 
     # -- weights and checkpoints
@@ -377,7 +424,7 @@ class Trainer:
             self._save_checkpoint()
         if self.version % self.settings.update_weights_interval:
             self._publish()  # the last version, off the interval
-        self._publisher.flush(timedelta(seconds=60))
+        self._publisher.flush(PUBLISH_DEADLINE)
         finished = RunFinished(
             epoch=self.epoch, step=self.step, version=self.version, reason=reason, finished_ms=self.clock()
         )
@@ -402,17 +449,13 @@ class Trainer:
 
     # -- writing
     def _append(self, event: Event) -> int:
-        """Append to the ledger; a log that has no room or does not answer pauses the run, it loses nothing."""
+        """Append to the ledger; a log that has no room or does not answer pauses the run, it loses nothing.
+
+        Raises LogFull or LogUnavailable only when the trainer is asked to stop meanwhile.
+        """
         record = codec.encode(event, producer="trainer")
-        told = 0.0
-        while True:
-            try:
-                return self.log.append(self.topics.name("ledger"), 0, [record])
-            except (LogFull, LogUnavailable) as error:
-                if time.monotonic() - told > 10:
-                    told = time.monotonic()
-                    logger.error("trainer: paused, the ledger cannot be written: %s", error)
-                time.sleep(0.5)
+        ledger = self.topics.name("ledger")
+        return append_patiently(self.log, ledger, 0, [record], who="trainer", stop=self._stop)
 
     def _report(self, cut: BatchCut, metrics: dict[str, float]) -> None:
         members = [member for group in cut.groups for member in group.members]

@@ -9,7 +9,7 @@ from consumers.staleness import MASK, Lineage, fresh_mask
 from engine.interfaces import TrainBatch, TrainSample
 from streams import codec
 from streams.codec import Known
-from streams.errors import CodecError, InvalidEvent, LogError
+from streams.errors import CodecError, InvalidEvent, LogError, LogUnavailable
 from streams.events import BatchCut, GroupCompleted, TrajectoryFinished
 from streams.log import EventLog
 from streams.topics import Topics
@@ -43,7 +43,7 @@ class Payloads:
                 self._kept[key] = payload
 
     def fetch(self, partition: int, offset: int, uid: str) -> Payload:
-        """One payload from the log. Raises BadPayload."""
+        """One payload from the log. Raises BadPayload, and LogUnavailable: an outage is no fault of the sample."""
         try:
             records = self.log.read(self.topic, partition, offset, max_records=1).records
             if not records or records[0].offset != offset:
@@ -54,6 +54,8 @@ class Payloads:
             if decoded.event.uid != uid:
                 raise BadPayload(f"{uid}: {self.topic}/{partition}:{offset} holds {decoded.event.uid}")
             return open_payload(decoded.event)
+        except LogUnavailable:
+            raise
         except (CodecError, InvalidEvent, LogError) as error:
             raise BadPayload(f"{uid}: {error}") from error
 

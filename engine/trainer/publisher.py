@@ -3,7 +3,8 @@
     trainer ── snapshot of version v ──► queue (1) ──► file written, synced, renamed ──► WeightsPublished(v)
 
 The step never waits for a disk; it waits here only when two versions are already on their way. A version that
-could not be written is not announced, and the error reaches the trainer at its next call (nothing fails silently).
+could not be written is not announced, and the error reaches the trainer at its next call. The trainer calls `check`
+every round: at a small limit it may never have another version to publish, because everybody waits for this one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Publisher:
 
     def publish(self, tensors: Mapping[str, Any], version: int, step: int, *, forked_at: int = -1) -> None:
         """`tensors` must be a snapshot: they are read later, on another thread."""
-        self._raise()
+        self.check()
         with self._lock:
             self._unfinished += 1
             self._idle.clear()
@@ -58,14 +59,15 @@ class Publisher:
     def flush(self, timeout: timedelta) -> None:
         if not self._idle.wait(timeout.total_seconds()):
             raise TimeoutError(f"weights not published within {timeout.total_seconds():.0f} s")
-        self._raise()
+        self.check()
 
     def close(self) -> None:
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join(30)
 
-    def _raise(self) -> None:
+    def check(self) -> None:
+        """Raise what ended publishing, if anything did."""
         if self._error is not None:
             raise self._error
 

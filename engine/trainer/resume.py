@@ -35,6 +35,7 @@ class Start(NamedTuple):
     frontier: Frontier
     forked_at: int  # -1: nothing was published before
     replayed: int  # steps
+    unrecorded: list[tuple[BatchCut, BadStep]]  # steps that could not be taken, and no record says so
 
 
 def resume(
@@ -63,6 +64,7 @@ def resume(
     agrees = forked_at == version or not published
     skipped = {event.step for _, event in history if isinstance(event, StepSkipped)}
     payloads, lineage, replayed = Payloads(log, topics), Lineage(), 0
+    unrecorded: list[tuple[BatchCut, BadStep]] = []
     for record, event in history:
         if isinstance(event, WeightsPublished):
             lineage.published(event.epoch, event.version, event.forked_at)
@@ -71,11 +73,13 @@ def resume(
         beat()
         step = event.step
         replayed += 1
+        if step in skipped:  # the record decides, whatever this machine would make of the step
+            continue
         try:
             backend.step(train_batch(event, payloads, lineage))
         except BadStep as bad:
-            if step not in skipped:
-                logger.warning("trainer: replay skips step %d (%s); the record does not say so", step, bad)
+            logger.warning("trainer: replay skips step %d (%s); the record does not say so", step, bad)
+            unrecorded.append((event, bad))
             continue
         version = event.version + 1
         if agrees and version in published:
@@ -87,9 +91,8 @@ def resume(
     if replayed:
         logger.info("trainer: replayed %d steps, now at step %d, version %d", replayed, step, version)
     positions = ledger.last_cut.positions if ledger.last_cut is not None else _starts(log, topics)
-    return Start(
-        step, version, list(positions), Frontier(ledger.frontier, ledger.closed_above), forked_at, replayed
-    )
+    frontier = Frontier(ledger.frontier, ledger.closed_above)
+    return Start(step, version, list(positions), frontier, forked_at, replayed, unrecorded)
 
 
 def _agreed(

@@ -7,7 +7,8 @@ from datetime import timedelta
 
 import pytest
 
-from consumers.collector import Collector, ProgressClock
+from consumers.collector import Collector
+from consumers.runner import ProgressClock
 from streams.events import GroupCompleted, GroupDropped, MembersMissing, TaskSkipped
 from tests.support.events import events, failed, put, rewarded, run_log, task
 

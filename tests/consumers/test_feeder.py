@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from consumers.dataset import BadRow, JsonLines, Order, Row
 from consumers.feeder import Feeder
-from streams.errors import ConfigError
+from streams.errors import ConfigError, LogFull
 from streams.events import (
     BatchCut,
     CutGroup,
@@ -119,7 +121,7 @@ def test_dropped_groups_are_replaced_at_once(parts):
     log, topics = parts
     stage = feeder(log, topics)
     settle(stage)
-    put(log, topics, "ledger", GroupsDropped(epoch=0, version=0, frontier=1, closed_above=[4, 6]))
+    put(log, topics, "ledger", GroupsDropped(epoch=0, version=0, frontier=1, closed_above=[(4, 5), (6, 7)]))
     settle(stage)
     assert seqs(log, topics) == list(range(11))
 
@@ -166,7 +168,7 @@ def test_tasks_go_where_the_fewest_are_unfinished(parts):
     for seq in (1, 3):  # partition 1 is quick, partition 0 is slow
         put(log, topics, "groups", completed(seq), partition=1)
     put(log, topics, "ledger", EpochStarted(producer="t", started_ms=0))
-    put(log, topics, "ledger", GroupsDropped(epoch=0, version=0, frontier=0, closed_above=[1, 3]))
+    put(log, topics, "ledger", GroupsDropped(epoch=0, version=0, frontier=0, closed_above=[(1, 2), (3, 4)]))
     settle(stage)
     assert [len(events(log, topics, "tasks", p)) for p in (0, 1)] == [2, 4]
 
@@ -290,3 +292,36 @@ def test_a_missing_or_empty_dataset_is_a_configuration_error(tmp_path, content, 
         path.write_text(content)
     with pytest.raises(ConfigError, match=says):
         JsonLines(path)
+
+
+def test_a_full_log_neither_ends_the_feeder_nor_loses_a_group(parts, monkeypatch):
+    log, topics = parts
+    submit, refusals = log.submit, iter([True] * 3)
+
+    def full(topic, partition, records):
+        if topic == topics.name("tasks") and next(refusals, False):
+            future = Future()
+            future.set_exception(LogFull("no room"))
+            return future
+        return submit(topic, partition, records)
+
+    monkeypatch.setattr(log, "submit", full)
+    settle(feeder(log, topics))
+    assert seqs(log, topics) == list(range(8))
+
+
+def test_a_feeder_stops_in_time_although_the_log_takes_nothing(parts, monkeypatch):
+    log, topics = parts
+
+    def full(topic, partition, records):
+        future = Future()
+        future.set_exception(LogFull("no room"))
+        return future
+
+    monkeypatch.setattr(log, "submit", full)
+    began = time.monotonic()
+    assert feeder(log, topics).run(lambda: time.monotonic() - began > 0.2) == 0
+    assert time.monotonic() - began < 2
+    monkeypatch.undo()
+    settle(feeder(log, topics))
+    assert seqs(log, topics) == list(range(8))

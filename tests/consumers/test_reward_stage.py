@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from consumers.reward import RewardStage
-from consumers.rewards.pool import ScoringPool
+from consumers.rewards.pool import Scored, ScoringPool
 from streams.errors import LogFull
-from streams.events import DeadLetter, RewardAssigned, RolloutFailed, RunFinished, ScoringFailed
+from streams.events import (
+    DeadLetter,
+    Paused,
+    Resumed,
+    RewardAssigned,
+    RolloutFailed,
+    RunFinished,
+    ScoringFailed,
+)
 from streams.log import NewRecord
 from tests.support.events import events, finished, member_fields, put, run_log
 
@@ -232,3 +241,63 @@ def test_the_stage_ends_with_the_run(pool):
     finish = RunFinished(epoch=0, step=1, version=1, reason="steps_reached", finished_ms=0)
     put(log, topics, "ledger", finish)
     assert RewardStage(log, topics, pool).run(lambda: False) == 0
+
+
+class GroupPool:
+    """Scores whole groups at once, in this process."""
+
+    def submit(self, inputs):
+        future = Future()
+        future.set_result([Scored(float(each.index), {}, 0.0) for each in inputs])
+        return future
+
+
+def test_held_members_of_many_groups_do_not_keep_out_the_one_that_is_missing():
+    log, topics = run_log()
+    for index in range(3):  # the first members of all groups come before the last of any
+        for seq in range(4):
+            put(log, topics, "trajectories", finished(seq, index, seq, n_samples=3))
+    stage = stage_on(log, topics, GroupPool(), group=True, max_in_flight=4)
+    settle(stage)
+    assert len(events(log, topics, "rewards")) == 12
+    assert stage._lanes[0].inputs.progress().low_water == 12
+
+
+def test_a_member_that_is_asked_for_again_while_it_is_held_leaves_nothing_unfinished():
+    log, topics = run_log()
+    put(log, topics, "trajectories", finished(0, 0, 0, n_samples=2))
+    put(log, topics, "trajectories", finished(0, 0, 0, n_samples=2, attempt=1))
+    put(log, topics, "trajectories", finished(0, 1, 0, n_samples=2, attempt=1))
+    stage = stage_on(log, topics, GroupPool(), group=True)
+    settle(stage)
+    assert [verdict.uid for verdict in events(log, topics, "rewards")] == ["0-0/0/1", "0-0/1/1"]
+    assert stage._lanes[0].inputs.progress().low_water == 3
+    assert stage.counts["duplicates_total"] == 1
+
+
+def test_the_deadline_of_a_held_group_stands_still_while_the_run_is_paused():
+    now = [0.0]
+    log, topics = run_log()
+    stage = stage_on(
+        log,
+        topics,
+        GroupPool(),
+        group=True,
+        group_deadline=timedelta(seconds=5),
+        monotonic=lambda: now[0],
+    )
+
+    def seconds(count: int) -> None:
+        for _ in range(count):
+            now[0] += 1
+            stage.round()
+
+    put(log, topics, "trajectories", finished(0, 0, 0, n_samples=2))
+    seconds(3)
+    put(log, topics, "ledger", Paused(by="test"))
+    seconds(100)
+    assert not events(log, topics, "rewards")
+    put(log, topics, "ledger", Resumed(by="test"))
+    seconds(10)
+    (verdict,) = events(log, topics, "rewards")
+    assert isinstance(verdict, ScoringFailed) and verdict.reason == "group_incomplete"

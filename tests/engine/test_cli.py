@@ -120,6 +120,9 @@ def test_the_command_line_and_its_log_tools_need_no_torch():
         [],
         ["serve", "cook", "my.toml"],
         ["serve", "rollout", "my.toml", "--replica", "2/2"],
+        ["run", "my.toml", "--threads", "0"],
+        ["demo", "--slow-tools", "nan"],
+        ["demo", "--task", "reverse", "--slow-tools", "0.9"],
         ["topics"],
     ],
 )
@@ -130,8 +133,8 @@ def test_wrong_usage_exits_with_2(args: list[str]):
 def test_replicas_are_counted_from_0():
     assert parse_replica("0/1") == (0, 1)
     assert parse_replica("2/3") == (2, 3)
-    for wrong in ("3/3", "1", "a/b", "-1/2", "1/2/3", ""):
-        with pytest.raises(Exception, match=r"I/N|of 3 replicas"):
+    for wrong in ("3/3", "0/0", "1", "a/b", "-1/2", "1/2/3", ""):
+        with pytest.raises(Exception, match=r"I/N|of 3 replicas|at least 1"):
             parse_replica(wrong)
 
 
@@ -233,6 +236,54 @@ def test_a_missing_dataset_is_refused_before_anything_is_started(config_file: Pa
     assert result.returncode == 2
     assert "no such file" in result.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("reward.function=exat", "did you mean 'exact'"),
+        ("reward.function=no_such_module:f", "no module no_such_module"),
+        ("rollout.generate=os:getcwd", "needed (context, task, index)"),
+        ('collector.filters=["zero_varianse"]', "did you mean 'zero_variance'"),
+        (
+            "data.prompt_key=question",
+            "none of its rows can be used; the first: prompts.jsonl row 0: needs a key",
+        ),
+        ("eval.path=/nowhere.jsonl", 'eval.path = "/nowhere.jsonl": no such file'),
+        ("log.url=kafka://broker:9092", "this version has no Kafka log yet"),
+    ],
+)
+def test_what_no_daemon_could_use_is_refused_before_the_directory_is_taken(
+    setting: str, words: str, config_file: Path, tmp_path: Path
+):
+    result = millstream("run", str(config_file), "--set", setting)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1 and result.stdout == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_an_imported_module_prints_does_not_hide_the_problem(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "noisy_rewards.py").write_text(
+        "import sys\nprint('hello')\nprint('noise', file=sys.stderr)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = millstream("run", str(config_file), "--set", "reward.function=noisy_rewards:f")
+    assert result.returncode == 2
+    assert "noisy_rewards has no 'f'" in result.stderr and "noise\n" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "serve collector"])
+def test_a_run_directory_that_cannot_be_made_is_said_without_a_traceback(
+    command: str, config_file: Path, tmp_path: Path
+):
+    (tmp_path / "file").touch()
+    for run_dir in (tmp_path / "file", tmp_path / "file" / "below"):
+        result = millstream(*command.split(), str(config_file), "--set", f"run.dir={run_dir}")
+        assert result.returncode == 2
+        assert f'run.dir = "{run_dir}": ' in result.stderr and "Traceback" not in result.stderr
 
 
 def test_differences_name_paths_that_moved_out_of_the_run_directory(tmp_path: Path):

@@ -72,7 +72,7 @@ def write(folder: Path, text: str) -> Path:
         (
             '[staleness]\nmax_weight_staleness = "two"',
             {},
-            ['staleness.max_weight_staleness = "two"', "`int`", "`str`"],
+            ['staleness.max_weight_staleness = "two"', "must be a whole number", "got text"],
         ),
         ("", {"MILLSTREAM_MAX_LAG": "2"}, ["MILLSTREAM_MAX_LAG", "unknown environment variable"]),
         (
@@ -136,7 +136,7 @@ def test_all_problems_are_told_at_once() -> None:
         "rollout.rollout_batch_size: unknown key (--set). Did you mean `trainer.rollout_batch_size`?"
         in message
     )
-    assert 'run.seed = "x" (--set): must be `int`, got `str`' in message
+    assert 'run.seed = "x" (--set): must be a whole number, got text' in message
     assert "staleness = 3: must be a table, written as [staleness]" in message
     assert "rollout.n_samples_per_prompt = 1" in message
 
@@ -165,11 +165,11 @@ def test_the_value_of_an_unknown_key_is_not_shown_since_it_may_be_a_mistyped_pas
     ("override", "words"),
     [
         ("trainer.lr=nan", "trainer.lr = nan (--set): must be"),
-        ("trainer.lr=0", "trainer.lr = 0 (--set): must be `float` > 0"),
+        ("trainer.lr=0", "trainer.lr = 0 (--set): must be a number > 0"),
         ("rollout.task_deadline_s=inf", "must be a finite number"),
-        ("run.steps=0", "run.steps = 0 (--set): must be `int` >= 1"),
-        ("run.seed=true", "must be `int`, got `bool`"),
-        ("log.partitions=0", "log.partitions = 0 (--set): must be `int` >= 1"),
+        ("run.steps=0", "run.steps = 0 (--set): must be a whole number >= 1"),
+        ("run.seed=true", "must be a whole number, got true or false"),
+        ("log.partitions=0", "log.partitions = 0 (--set): must be a whole number >= 1"),
         ("run.name=a/b", "run.name = \"a/b\" (--set): must be 1 to 100 letters, digits, '.', '_' or '-'"),
         ("model.device=tpu", "must be cpu, cuda, musa, or one of several as in cuda:1"),
         ("reward.function=a b", "must be the name of something built in, or package.module:function"),
@@ -178,7 +178,7 @@ def test_the_value_of_an_unknown_key_is_not_shown_since_it_may_be_a_mistyped_pas
             'collector.filters=["ok", "a:"]',
             "must be the name of something built in, or package.module:function",
         ),
-        ("reward.timeout_s=-1", "must be `float` > 0"),
+        ("reward.timeout_s=-1", "must be a number > 0"),
         ("rollout.decode=continous", "Did you mean `continuous`?"),
     ],
 )
@@ -308,7 +308,7 @@ def test_override_values_are_toml_or_bare_text() -> None:
 
 def test_none_unsets_a_setting_that_may_be_unset() -> None:
     assert build_config({**LEAST, "run": {"steps": 5}}, ["run.steps=none"]).run.steps is None
-    assert 'run.seed = "none" (--set): must be `int`' in refusal("run.seed=none")
+    assert 'run.seed = "none" (--set): must be a whole number' in refusal("run.seed=none")
 
 
 def test_building_leaves_the_given_table_alone() -> None:
@@ -397,6 +397,10 @@ def test_another_run_dir_on_the_command_line_never_shares_the_log_of_the_first(t
     config = load_config(folder, [f"run.dir={tmp_path}/c"], environ={})
     assert config.log.url == f"file://{tmp_path}/c/log"
     assert config.model.path == f"{tmp_path}/a/model"
+
+
+def test_a_setting_without_its_section_is_told_its_full_key() -> None:
+    assert "--set lr=1: must be section.key=value. Did you mean `trainer.lr`?" in refusal("lr=1")
 
 
 def test_paths_that_are_not_there_are_told_together(tmp_path: Path) -> None:

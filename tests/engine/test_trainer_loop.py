@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
+from concurrent.futures import Future
 from datetime import timedelta
 
 import pytest
 
+from consumers.staleness import Judgement
 from engine.interfaces import BadStep
-from engine.trainer.loop import TooManyBadSteps
+from engine.trainer.loop import TooManyBadSteps, Trainer
 from engine.trainer.scalar_backend import ScalarBackend
-from streams.errors import Fenced, LogFull
+from engine.weights.store import WeightStore
+from streams.errors import Fenced, LogFull, LogUnavailable
 from streams.events import (
     BatchCut,
     CheckpointSaved,
@@ -218,7 +223,7 @@ def test_a_full_disk_pauses_the_trainer_and_it_goes_on_when_there_is_room(bench,
         bench.group(seq)
     bench.settle()
     assert len(bench.ledger(BatchCut)) == 1
-    assert "paused, the ledger cannot be written" in caplog.text
+    assert "trainer: paused, run.ledger/0 cannot be written" in caplog.text
 
 
 @pytest.mark.parametrize(("last_batch", "steps", "surplus"), [("train", 2, 0), ("drop", 1, 1)])
@@ -320,3 +325,168 @@ def test_a_trainer_is_refused_a_log_with_another_number_of_partitions(tmp_path):
     log, _ = run_log(partitions=3)
     with pytest.raises(TopicMismatch):
         World(tmp_path, partitions=2, log=log)
+
+
+def test_a_step_whose_skip_was_never_written_does_not_block_the_run(tmp_path, monkeypatch):
+    """Killed between BatchCut and StepSkipped: the groups of that cut must not count as untrained for ever."""
+    bench = Bench(tmp_path, limit=0)
+    bench.group(0)
+    bench.group(1)
+
+    def refuse(batch):
+        raise BadStep("nonfinite_loss", "inf")
+
+    monkeypatch.setattr(ScalarBackend, "step", lambda self, batch: refuse(batch))
+    monkeypatch.setattr(bench.trainer, "_skip", lambda cut, bad: None)  # kill -9 just before it
+    bench.settle()
+    assert len(bench.ledger(BatchCut)) == 1 and not bench.ledger(StepSkipped)
+    bench.trainer.close()
+    again = bench.world.trainer()
+    again._publisher.flush(timedelta(seconds=10))
+    again.ledger.catch_up()
+    assert [(event.step, event.version) for event in bench.ledger(StepSkipped)] == [(1, 0)]
+    assert again.ledger.untrained_groups == 0
+    again.close()
+    third = bench.world.trainer()  # and it is written once
+    third._publisher.flush(timedelta(seconds=10))
+    assert len(bench.ledger(StepSkipped)) == 1
+    third.close()
+    bench.world.close()
+
+
+def test_a_recorded_skip_is_skipped_in_replay_whatever_this_machine_makes_of_it(tmp_path, monkeypatch):
+    bench = Bench(tmp_path, checkpoint_every=1000)
+
+    def refuse(batch):
+        raise BadStep("nonfinite_loss", "inf")
+
+    bench.group(0)
+    bench.group(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.trainer.backend, "step", refuse)
+        bench.settle()
+    weights = bench.trainer.backend.weights()["w"].tobytes()
+    bench.trainer.close()
+    again = bench.world.trainer()
+    assert (again.step, again.version) == (1, 0)
+    assert again.backend.weights()["w"].tobytes() == weights
+    again.close()
+    bench.world.close()
+
+
+def test_a_version_that_cannot_be_published_ends_the_trainer_and_not_only_its_thread(bench, monkeypatch):
+    """At limit 0 the trainer has no later version to publish: everybody waits for this one."""
+
+    def full(*args, **kwargs):
+        raise OSError("no room")
+
+    monkeypatch.setattr(bench.trainer.store, "publish", full)
+    bench.group(0)
+    bench.group(1)
+    bench.trainer.round()
+    bench.trainer._publisher._idle.wait(10)
+    with pytest.raises(OSError, match="no room"):
+        bench.trainer.round()
+
+
+def test_nothing_is_cut_before_the_ledger_says_where_the_older_epoch_forks(tmp_path, monkeypatch):
+    """Tokens of an abandoned version 3 are as old as the fork point, 2, from the first cut on."""
+    bench = Bench(tmp_path)
+    for seq in range(6):
+        bench.group(seq)
+    bench.settle()
+    bench.trainer.close()
+    monkeypatch.setattr("tests.support.world.ScalarBackend", lambda: ScalarBackend(lr=0.5))
+    for seq in range(6, 8):
+        bench.group(seq, version=3)
+    allowed = threading.Event()
+    write = WeightStore.publish
+    monkeypatch.setattr(
+        WeightStore, "publish", lambda *args, **named: (allowed.wait(10), write(*args, **named))[1]
+    )
+    again = bench.world.trainer()
+    assert not again.round() and "version 3 to be published" in again._waits_for()
+    assert len(bench.ledger(BatchCut)) == 3
+    allowed.set()
+    again._publisher.flush(timedelta(seconds=10))
+    assert again.round()
+    cut = bench.ledger(BatchCut)[-1]
+    assert {member.staleness for group in cut.groups for member in group.members} == {1}
+    again.close()
+    bench.world.close()
+
+
+def test_an_outage_while_payloads_are_fetched_drops_nothing(bench, monkeypatch):
+    bench.group(0)
+    bench.group(1)
+    read = bench.log.read
+
+    def away(topic, *args, **named):
+        if topic == bench.topics.name("trajectories"):
+            raise LogUnavailable("the broker is gone")
+        return read(topic, *args, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.log, "read", away)
+        with pytest.raises(LogUnavailable):
+            bench.trainer.round()
+    bench.settle()
+    assert [group.seq for group in bench.ledger(BatchCut)[0].groups] == [0, 1]
+    assert not bench.ledger(GroupsDropped)
+
+
+def test_payloads_of_a_cut_are_fetched_once_also_when_it_names_drops(bench, monkeypatch):
+    bench.trainer.version = 3
+    bench.group(0, version=0)  # stale
+    for seq in range(1, 3):
+        bench.group(seq, version=0)
+    fetched = []
+    fetch = bench.trainer.payloads.fetch
+    monkeypatch.setattr(
+        bench.trainer.payloads, "fetch", lambda *place: (fetched.append(place), fetch(*place))[1]
+    )
+    monkeypatch.setattr(
+        "consumers.batches.refused",
+        lambda event, rule: Judgement("stale", 3, 0) if event.seq == 0 else None,
+    )
+    bench.settle()
+    assert [drop.seq for drop in bench.ledger(BatchCut)[0].drops] == [0]
+    assert len(fetched) == 4
+
+
+@pytest.mark.parametrize("when", ["live", "recovering"])
+def test_a_trainer_stops_within_two_seconds_although_the_ledger_takes_nothing(bench, monkeypatch, when):
+    bench.trainer.close()
+    folder = bench.world.folder
+    store = WeightStore(folder / "weights", keep=50)
+    again = Trainer(
+        bench.log, bench.topics, ScalarBackend(), store, bench.world.settings, folder / "checkpoints"
+    )
+    started, failing = threading.Event(), threading.Event()
+    submit = bench.log.submit
+
+    def full(topic, partition, records):
+        if topic == bench.topics.name("ledger") and failing.is_set():
+            started.set()
+            future = Future()
+            future.set_exception(LogFull("no room"))
+            return future
+        return submit(topic, partition, records)
+
+    monkeypatch.setattr(bench.log, "submit", full)
+    if when == "recovering":
+        failing.set()
+    asked = threading.Event()
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(again.run(asked.is_set)), daemon=True)
+    thread.start()
+    if when == "live":
+        while again.ledger.published is None or not again._is_published:
+            time.sleep(0.01)
+        failing.set()
+        bench.group(0)
+        bench.group(1)
+    assert started.wait(10)
+    asked.set()
+    thread.join(2)
+    assert codes == [0]

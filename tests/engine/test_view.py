@@ -6,6 +6,7 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -123,3 +124,34 @@ def test_the_report_is_written_from_the_log(tmp_path: Path):
 
 def test_a_run_that_never_began_has_no_report(tmp_path: Path):
     assert "this run has not been started" in report.write_report(config_of(tmp_path), "a run")
+
+
+def test_a_run_that_drops_all_that_it_makes_is_warned_of_with_where_to_look(tmp_path: Path):
+    config = config_of(tmp_path)
+    progress = followed(*recorded())
+    assert view.fruitless(progress, config) == ""  # it has made steps
+    progress.view.cuts.clear()
+    dropped = progress.view.drops[0]
+    worst = dropped._replace(drop=msgspec.structs.replace(dropped.drop, reason="reward_error"))
+    progress.view.drops[:] = [worst] * (view.FRUITLESS_BATCHES * config.trainer.rollout_batch_size)
+    assert view.fruitless(progress, config) == (
+        "no batch of 32 groups has come together, and 128 groups were dropped, 128 of them for reward_error; "
+        f"why: millstream tail {config.run.dir} rewards -o -3 -e"
+    )
+    progress.view.drops.pop()
+    assert view.fruitless(progress, config) == ""
+
+
+def test_the_next_commands_are_called_as_this_program_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program = tmp_path / ".venv" / "bin" / "millstream"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setattr("sys.argv", [str(program), "demo"])
+    assert report.called_as() == ".venv/bin/millstream"
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert report.called_as() == "millstream"
+    monkeypatch.setattr("sys.argv", ["-c"])
+    assert report.called_as() == "millstream"

@@ -46,6 +46,25 @@ def test_masks_come_back(values):
     assert columns.decode_mask(columns.encode_mask(values)).tolist() == values
 
 
+@given(st.lists(st.booleans(), max_size=400))
+@settings(max_examples=200, deadline=None)
+def test_values_that_a_mask_keeps_come_back_to_their_places(flags):
+    mask = np.array(flags, bool)
+    runs = columns.mask_runs(mask)
+    values = -np.arange(1, len(mask) + 1, dtype=np.float32)
+    kept = columns.keep(values, runs)
+    assert np.array_equal(kept, values[mask])
+    assert np.array_equal(columns.spread(kept, runs), np.where(mask, values, 0))
+    assert np.array_equal(columns.runs_to_mask(runs), mask)
+
+
+@given(arrays.arrays(np.uint32, st.integers(0, 20)))
+@settings(max_examples=500, deadline=None)
+def test_the_one_pass_check_passes_exactly_finite_values_with_the_sign_bit(bits):
+    values = bits.view(np.float32)
+    assert columns.all_negative(values) == bool((np.isfinite(values) & np.signbit(values)).all())
+
+
 @given(st.binary(max_size=60))
 @settings(max_examples=500, deadline=None)
 def test_damaged_columns_are_codec_errors_and_nothing_else(column):

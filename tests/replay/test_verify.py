@@ -173,7 +173,7 @@ def test_a_seq_that_was_never_dispatched_is_found():
 
 def test_an_outcome_of_a_group_that_was_never_dispatched_is_found():
     drops = [Drop("0-4", 4, "zero_variance"), Drop("0-99", 99, "incomplete")]
-    report = audit(in_step(2, lambda cut: replace(cut, drops=drops, closed_above=[99])))
+    report = audit(in_step(2, lambda cut: replace(cut, drops=drops, closed_above=[(99, 100)])))
     assert violations(report)["each group has at most one outcome"] == [["0-99"]]
 
 

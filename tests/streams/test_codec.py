@@ -6,14 +6,26 @@ import io
 import resource
 
 import msgspec
+import numpy as np
 import pytest
 import zstandard
 
-from streams import codec
+from streams import codec, trajectory
 from streams.codec import Known, Unknown
+from streams.columns import LogprobFormat
 from streams.errors import CodecError, OverCap, SchemaTooNew
-from streams.events import EVENT_TYPES, DataEnded, LimitChanged, Metrics, Paused, Resumed, tag_of
+from streams.events import (
+    EVENT_TYPES,
+    DataEnded,
+    LimitChanged,
+    Metrics,
+    Paused,
+    Resumed,
+    TrajectoryFinished,
+    tag_of,
+)
 from streams.log import Record
+from streams.trajectory import SampleData
 
 MIB = 1 << 20
 
@@ -139,6 +151,91 @@ def test_large_values_are_compressed_and_headers_stay_short():
     assert len(made.value) < len(msgspec.msgpack.encode(event))
     assert sum(len(name) + len(value) for name, value in made.headers) < 300
     assert codec.decode(encoded(event)) == Known(event)
+
+
+def trajectory_record(
+    n_tokens: int = 900, form: LogprobFormat = "float32"
+) -> tuple[TrajectoryFinished, Record]:
+    sample = SampleData(
+        uid="0-7/1/0",
+        group_id="0-7",
+        seq=7,
+        index=1,
+        attempt=0,
+        n_samples=4,
+        task_offset=3,
+        prompt_ids=np.arange(60),
+        response_ids=np.arange(n_tokens) % 97,
+        logprobs=-np.random.default_rng(0).exponential(size=n_tokens),
+        loss_mask=np.ones(n_tokens, bool),
+        versions=[(1, 3, n_tokens)],
+        finish_reason="stop",
+    )
+    event = trajectory.pack(sample, logprob_format=form)
+    return event, encoded(event)
+
+
+def with_header(made: Record, name: str, value: bytes) -> Record:
+    return made._replace(headers=tuple({**dict(made.headers), name: value}.items()))
+
+
+def test_float32_logprobs_follow_the_frame_as_they_are():
+    event, made = trajectory_record()
+    assert msgspec.structs.fields(TrajectoryFinished)[-1].name == "logprobs"  # so they end the map
+    headers = dict(made.headers)
+    assert (headers["enc"], headers["raw"]) == (b"zstd", b"3601")
+    assert made.value.endswith(event.logprobs)
+    opened = zstandard.decompress(made.value[:-3601]) + made.value[-3601:]
+    assert opened == msgspec.msgpack.encode(event)
+    assert codec.decode(made) == Known(event)
+    assert sum(len(name) + len(value) for name, value in made.headers) < 300
+
+
+def test_fixed_point_logprobs_are_compressed_with_the_rest():
+    event, made = trajectory_record(form="fixed1024")
+    assert dict(made.headers)["enc"] == b"zstd"
+    assert "raw" not in dict(made.headers)
+    assert codec.decode(made) == Known(event)
+
+
+def test_the_cap_counts_the_frame_and_what_follows_it():
+    event, made = trajectory_record()
+    size = len(msgspec.msgpack.encode(event))
+    assert codec.decode(made, cap=size) == Known(event)
+    with pytest.raises(OverCap):
+        codec.decode(made, cap=size - 1)
+    with pytest.raises(OverCap, match="3601 raw bytes"):
+        codec.decode(made, cap=3600)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"-1", b"3600", b"3602", b"0", b"9999999", b"1" * 400, b"3601.0", "٣".encode()]
+)
+def test_a_raw_header_that_does_not_fit_its_value_is_refused(raw):
+    with pytest.raises(CodecError):
+        codec.decode(with_header(trajectory_record()[1], "raw", raw))
+
+
+@pytest.mark.parametrize("cut", [slice(1, None), slice(None, -1), slice(None, -3601)])
+def test_a_value_with_a_raw_tail_that_lost_bytes_is_refused(cut):
+    made = trajectory_record()[1]
+    with pytest.raises(CodecError):
+        codec.decode(made._replace(value=made.value[cut]))
+
+
+def test_a_raw_tail_after_a_frame_without_a_stated_size_opens_and_is_capped():
+    event, made = trajectory_record()
+    plain = msgspec.msgpack.encode(event)
+    streamed = made._replace(value=unsized(plain[:-3601]) + plain[-3601:])
+    assert codec.decode(streamed, cap=len(plain)) == Known(event)
+    with pytest.raises(OverCap):
+        codec.decode(streamed, cap=len(plain) - 1)
+
+
+def test_a_raw_tail_without_a_frame_is_refused():
+    value = msgspec.msgpack.encode({"type": "data_ended", "count": 3})
+    with pytest.raises(CodecError, match="raw"):
+        codec.decode(record(value, type=b"data_ended", schema=b"1.0", raw=b"3"))
 
 
 def test_every_event_type_has_one_fixed_word():

@@ -69,6 +69,52 @@ def test_a_masked_position_needs_no_logprob_and_stores_zero():
     assert trajectory.open_payload(event).logprobs.tolist() == [-0.5, 0.0, np.float32(-0.7)]
 
 
+@pytest.mark.parametrize("form", ["float32", "fixed1024"])
+@pytest.mark.parametrize("mask", [[0, 0, 0], [1, 0, 1], [0, 1, 1], [0, 1, 0], [1, 1, 0]])
+def test_only_the_logprobs_of_sampled_tokens_are_stored(mask, form):
+    event = trajectory.pack(sample(logprobs=[-0.5, -0.25, -0.125], loss_mask=mask), logprob_format=form)
+    assert len(event.logprobs) == sum(mask) * (4 if form == "float32" else 2) + 1
+    expected = np.array([-0.5, -0.25, -0.125]) * mask
+    assert np.array_equal(trajectory.open_payload(event).logprobs, expected)
+
+
+def test_the_index_of_a_refused_logprob_counts_within_the_response():
+    bad = sample(logprobs=[0.0, -0.6, math.nan], loss_mask=[0, 1, 1])
+    with pytest.raises(InvalidEvent, match="index 2"):
+        trajectory.pack(bad)
+
+
+def test_zeros_are_stored_with_the_sign_bit_and_rounding_above_zero_becomes_zero():
+    event = trajectory.pack(sample(logprobs=[0.0, 5e-5, -0.5]))
+    stored = trajectory.open_payload(event).logprobs
+    assert stored.tolist() == [0.0, 0.0, -0.5]
+    assert np.signbit(stored).all()
+
+
+@pytest.mark.parametrize(
+    ("stored", "reason"),
+    [
+        ([-0.5, math.nan, -0.7], "nonfinite_logprob"),
+        ([-0.5, -math.nan, -0.7], "nonfinite_logprob"),
+        ([-0.5, -math.inf, -0.7], "nonfinite_logprob"),
+        ([-0.5, math.inf, -0.7], "nonfinite_logprob"),
+        ([-0.5, 0.4, -0.7], "positive_logprob"),
+        ([-0.5, -0.7], "length_mismatch"),
+    ],
+)
+def test_stored_logprobs_are_checked_again_when_they_are_opened(stored, reason):
+    event = msgspec.structs.replace(
+        trajectory.pack(sample()), logprobs=np.array(stored, "<f4").tobytes() + b"\0"
+    )
+    with pytest.raises(InvalidEvent, match=reason):
+        trajectory.open_payload(event)
+
+
+def test_zeros_without_the_sign_bit_open_as_well():
+    event = msgspec.structs.replace(trajectory.pack(sample()), logprobs=bytes(12) + b"\0")
+    assert trajectory.open_payload(event).logprobs.tolist() == [0.0, 0.0, 0.0]
+
+
 def test_a_sample_comes_back_as_it_went_in():
     made = codec.encode(trajectory.pack(sample()), producer="test")
     payload = trajectory.open_payload(decoded(Record("t", 0, 0, 0, made.headers, made.value)))
