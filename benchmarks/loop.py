@@ -27,7 +27,6 @@ from streams.open import open_log
 
 GROUPS, SAMPLES = 64, 8  # of one step
 TICKS = os.sysconf("SC_CLK_TCK")
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def configuration(folder: Path, steps: int, fsync: str):
@@ -93,12 +92,14 @@ def descendants(pid: int, tree: dict[int, list[int]]) -> list[int]:
 
 
 def process(pid: int) -> tuple[float, int]:
-    """(CPU seconds, resident bytes); zeros once it is gone."""
+    """(CPU seconds, resident bytes of its own: pages of mapped files are the system's); zeros once it is gone."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return 0.0, 0
-    return (int(fields[11]) + int(fields[12])) / TICKS, int(fields[21]) * PAGE
+    own = next((line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")), "0")
+    return (int(fields[11]) + int(fields[12])) / TICKS, int(own) * 1024
 
 
 def bare_log(folder: Path, count: int, fsync: str) -> float:
@@ -152,6 +153,7 @@ def report(args, steps: int, summary: dict, usage: Usage, bare: float) -> None:
         name: {
             "cpu_ms_per_1000_samples": 1000 * usage.cpu_s[name] / (samples / 1000),
             "rss_quarter_mb": each[len(each) // 4] / 1e6,
+            "rss_half_mb": each[len(each) // 2] / 1e6,
             "rss_end_mb": max(each[-3:]) / 1e6,
         }
         for name, each in usage.rss.items()
@@ -173,11 +175,11 @@ def report(args, steps: int, summary: dict, usage: Usage, bare: float) -> None:
     print(
         f"dropped: {summary['groups_dropped'] or 'none'}; duplicates trained: {summary['duplicates_trained']}"
     )
-    print(f"{'daemon':14s} {'CPU ms / 1000 samples':>22s} {'MB at 1/4':>10s} {'MB at end':>10s}")
+    print(f"{'daemon':14s} {'CPU ms / 1000 samples':>22s} {'MB at 1/4':>10s} {'at 1/2':>10s} {'at end':>10s}")
     for name, row in rows.items():
         print(
             f"{name:14s} {row['cpu_ms_per_1000_samples']:22.1f} {row['rss_quarter_mb']:10.1f} "
-            f"{row['rss_end_mb']:10.1f}"
+            f"{row['rss_half_mb']:10.1f} {row['rss_end_mb']:10.1f}"
         )
 
 

@@ -38,7 +38,7 @@ from consumers.runner import (
 )
 from streams import codec
 from streams.codec import Known
-from streams.errors import LogFull, LogUnavailable
+from streams.errors import ConfigError, LogFull, LogUnavailable
 from streams.events import (
     DataEnded,
     Event,
@@ -87,6 +87,7 @@ class Feeder:
         self.holes: list[int] = []
         self.dispatched_total = 0
         self.redispatched_total = 0
+        self._skipped_in_a_row = 0
         self._partition_of: dict[int, int] = {}  # unfinished seq → partition (its load)
         self._load = [0] * topics.partitions
         self._redispatched: set[tuple[str, int, int]] = set()  # (group_id, attempt, index)
@@ -211,8 +212,12 @@ class Feeder:
             "next_seq": self.next_seq,
         }
         if isinstance(row, BadRow):
+            self._skipped_in_a_row += 1
+            if self.total is None and self._skipped_in_a_row > len(self.dataset):
+                raise ConfigError(f"data.path: no row can be used; the last: {row.reason}: {row.detail}")
             logger.warning("feeder: skipped %s: %s", row.reason, row.detail)
             return TaskSkipped(reason=row.reason, detail=row.detail, **common)
+        self._skipped_in_a_row = 0
         return TaskDispatched(
             n_samples=self.n_samples,
             prompt=row.prompt,

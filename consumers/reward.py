@@ -50,7 +50,7 @@ from streams.topics import Topics
 logger = logging.getLogger(__name__)
 
 BUNDLE, QUICK_S = 32, 0.001  # samples of one request, when one takes less than this
-SEEN_UIDS = 100_000  # twins are recognised among this many latest uids of a partition
+SEEN_UIDS = 20_000  # twins are recognised among this many latest uids of a partition
 
 
 class _Lane:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from pathlib import Path
@@ -106,9 +107,14 @@ class StopFlag:
     (False, False)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, exits_at_start: bool = False) -> None:
+        """`exits_at_start`: until somebody looks at the flag for the first time, a signal ends the process.
+
+        A daemon that is still importing torch has written nothing, and could not obey within 2 s otherwise.
+        """
         self.interrupted = False  # by the keyboard
         self._stopped = False
+        self._is_watched = not exits_at_start
 
     def install(self) -> StopFlag:
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -116,8 +122,11 @@ class StopFlag:
         return self
 
     def is_set(self) -> bool:
+        self._is_watched = True
         return self._stopped
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self._is_watched:
+            os._exit(128 + signal.SIGINT)
         self._stopped = True
         self.interrupted = self.interrupted or number == signal.SIGINT

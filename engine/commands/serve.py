@@ -46,7 +46,7 @@ def parse_replica(text: str) -> tuple[int, int]:
 
 
 def execute(args: argparse.Namespace) -> int:
-    stop = common.StopFlag().install()  # before anything slow: a stop during start-up must count too
+    stop = common.StopFlag(exits_at_start=True).install()  # before anything slow: a stop counts there too
     if args.with_parent:
         from engine.launch.child import die_with_parent
 

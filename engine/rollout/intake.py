@@ -28,7 +28,7 @@ from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_UIDS = 100_000  # a second dispatch of a member is recognised among this many of a partition
+REMEMBERED_UIDS = 20_000  # of a partition; a copy of an older one is known by its closed group downstream
 _OUTAGE_PAUSE_S = 1.0
 
 

@@ -325,3 +325,11 @@ def test_a_feeder_stops_in_time_although_the_log_takes_nothing(parts, monkeypatc
     monkeypatch.undo()
     settle(feeder(log, topics))
     assert seqs(log, topics) == list(range(8))
+
+
+def test_a_dataset_without_one_usable_row_ends_the_feeder_with_the_reason():
+    log, topics = run_log()
+    rows = Rows([BadRow("missing_prompt", f"row {index}: needs a key 'prompt'") for index in range(3)])
+    stage = feeder(log, topics, dataset=rows, limit=9)
+    with pytest.raises(ConfigError, match=r"no row can be used.*missing_prompt"):
+        settle(stage)

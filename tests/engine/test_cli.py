@@ -374,3 +374,15 @@ def test_a_run_that_has_no_log_yet_is_said_to_be_not_started(
     assert result.returncode == 2
     assert f"no log at {tmp_path}/run/log: this run has not been started" in result.stderr
     assert not (tmp_path / "run").exists(), "looking leaves nothing behind"
+
+
+def test_a_stop_while_a_daemon_still_loads_ends_it_at_once():
+    """Importing torch takes seconds, in which nobody looks at the flag."""
+    code = (
+        "import sys, time; from engine.commands.common import StopFlag;"
+        "StopFlag(exits_at_start=True).install(); print('ready', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 130
