@@ -22,8 +22,9 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from consumers.filters import Filter
+from consumers.lanes import Lanes
 from consumers.ledger import Ledger
-from consumers.outbox import Outbox, flush_all
+from consumers.outbox import Outbox
 from consumers.runner import (
     NEARLY,
     Clock,
@@ -51,7 +52,7 @@ from streams.events import (
     TaskDispatched,
     TaskSkipped,
 )
-from streams.log import EventLog, Membership, Record, TopicPartition
+from streams.log import EventLog, Record, TopicPartition
 from streams.ranges import as_ranges, from_ranges
 from streams.topics import Topics
 
@@ -160,9 +161,7 @@ class Collector:
         self.reader = Reader(log, topics, self.name, clock)
         self.ledger = Ledger(log, topics)
         self.counts: dict[str, int] = {"completed_total": 0, "duplicates_total": 0, "missing_total": 0}
-        self._lanes: dict[int, _Lane] = {}
-        self._membership: Membership | None = None
-        self._generation: int | None = None
+        self._lanes: Lanes[_Lane] = Lanes(lambda partition: _Lane(self, partition))
         self._patience = Patience(self.name)
         self._closing: list[tuple[str, int]] = []  # inputs of groups closed in this round, not yet sent
         self._reported = 0
@@ -170,15 +169,17 @@ class Collector:
     # -- life
     def start(self) -> None:
         """Take this replica's share of the partitions."""
-        self._membership = self.log.join(
-            "collector", self.topics.name("rewards"), replica=self.replica, replicas=self.replicas
+        self._lanes.join(
+            self.log,
+            "collector",
+            self.topics.name("rewards"),
+            replica=self.replica,
+            replicas=self.replicas,
         )
 
     def close(self) -> None:
         """Wait a moment for what was sent, then give the share back."""
-        flush_all([lane.outbox for lane in self._lanes.values()], timedelta(seconds=1))
-        if self._membership is not None:
-            self._membership.close()
+        self._lanes.close()
 
     def run(self, stop: Stop) -> int:
         self.start()
@@ -190,15 +191,14 @@ class Collector:
                 if self.ledger.finished is not None:
                     return 0
                 self._patience.waiting(self._waits_for)
-                busy = any(len(lane.outbox) for lane in self._lanes.values())
-                self.log.wait(self._watched(), timedelta(milliseconds=20 if busy else 100))
+                self.log.wait(self._watched(), timedelta(milliseconds=20 if self._lanes.is_sending else 100))
             return 0
         finally:
             self.close()
 
     def round(self) -> bool:
         """Read both inputs to the end, then judge what is late; True if anything moved."""
-        self._rebalance()
+        self._lanes.rebalance()
         self.ledger.catch_up()
         moved = False
         for lane in self._lanes.values():
@@ -216,17 +216,6 @@ class Collector:
             moved = read or moved
         self._report()
         return moved
-
-    def _rebalance(self) -> None:
-        assert self._membership is not None, "start() joins the group first"
-        partitions = self._membership.partitions()
-        if self._membership.generation == self._generation:
-            return
-        self._generation = self._membership.generation
-        for partition in set(self._lanes) - partitions:
-            del self._lanes[partition]
-        for partition in sorted(partitions - set(self._lanes)):
-            self._lanes[partition] = _Lane(self, partition)
 
     def _watched(self) -> dict[TopicPartition, int]:
         watched = {TopicPartition(self.topics.name("ledger"), 0): self.ledger.position}

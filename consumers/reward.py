@@ -25,7 +25,8 @@ from typing import Any
 
 import msgspec
 
-from consumers.outbox import Outbox, flush_all
+from consumers.lanes import Lanes
+from consumers.outbox import Outbox
 from consumers.rewards.pool import NotScored, Outcome, Scored, ScoringPool
 from consumers.rewards.types import RewardInput
 from consumers.runner import (
@@ -44,7 +45,7 @@ from consumers.runner import (
 from streams import codec, columns
 from streams.errors import CodecError, InvalidEvent
 from streams.events import Event, Metrics, RewardAssigned, RolloutFailed, ScoringFailed, TrajectoryFinished
-from streams.log import EventLog, Membership, Record, TopicPartition
+from streams.log import EventLog, Record, TopicPartition
 from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
@@ -104,9 +105,7 @@ class RewardStage:
         self.name = f"reward-{replica}"
         self.reader = Reader(log, topics, self.name, clock)
         self.counts = {"scored_total": 0, "failed_total": 0, "duplicates_total": 0, "conflicts_total": 0}
-        self._lanes: dict[int, _Lane] = {}
-        self._membership: Membership | None = None
-        self._generation: int | None = None
+        self._lanes: Lanes[_Lane] = Lanes(lambda partition: _Lane(self, partition))
         self._ledger_position = 0
         self._paused = self._finished = False
         self._verdict_came = threading.Event()
@@ -117,16 +116,18 @@ class RewardStage:
     # -- life
     def start(self) -> None:
         """Take this replica's share of the partitions."""
-        self._membership = self.log.join(
-            "reward", self.topics.name("trajectories"), replica=self.replica, replicas=self.replicas
+        self._lanes.join(
+            self.log,
+            "reward",
+            self.topics.name("trajectories"),
+            replica=self.replica,
+            replicas=self.replicas,
         )
         self._ledger_position = self.log.start(self.topics.name("ledger"), 0)
 
     def close(self) -> None:
         """Wait a moment for what was sent, then give the share back."""
-        flush_all([lane.outbox for lane in self._lanes.values()], timedelta(seconds=1))
-        if self._membership is not None:
-            self._membership.close()
+        self._lanes.close()
 
     def run(self, stop: Stop) -> int:
         self.start()
@@ -149,12 +150,11 @@ class RewardStage:
             self._verdict_came.wait(0.005)
             self._verdict_came.clear()
             return
-        busy = any(len(lane.outbox) for lane in self._lanes.values())
-        self.log.wait(self._watched(), timedelta(milliseconds=20 if busy else 100))
+        self.log.wait(self._watched(), timedelta(milliseconds=20 if self._lanes.is_sending else 100))
 
     def round(self) -> bool:
         """Take in verdicts and acknowledgements, then new trajectories; True if anything moved."""
-        self._rebalance()
+        self._lanes.rebalance()
         self._follow_ledger()
         moved = False
         for lane in self._lanes.values():
@@ -165,17 +165,6 @@ class RewardStage:
             self._expire_held(lane)
         self._report()
         return moved
-
-    def _rebalance(self) -> None:
-        assert self._membership is not None, "start() joins the group first"
-        partitions = self._membership.partitions()
-        if self._membership.generation == self._generation:
-            return
-        self._generation = self._membership.generation
-        for partition in set(self._lanes) - partitions:
-            del self._lanes[partition]
-        for partition in partitions - set(self._lanes):
-            self._lanes[partition] = _Lane(self, partition)
 
     def _watched(self) -> dict[TopicPartition, int]:
         topic = self.topics.name("trajectories")

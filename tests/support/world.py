@@ -168,7 +168,7 @@ class World:
     def crash(self, name: str) -> None:
         """As kill -9 does: nothing is flushed, nothing is said; only the membership lease dies with it."""
         stage = self.stages.pop(name, None)
-        membership = getattr(stage, "_membership", None)
+        membership = getattr(getattr(stage, "_lanes", None), "membership", None)
         if membership is not None:
             membership.close()
         if isinstance(stage, Trainer):
