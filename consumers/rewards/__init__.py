@@ -3,7 +3,7 @@
 BUILT_INS    name → function; every one is `reward(sample: RewardInput, **options) -> float | dict`
 load.py      a path or a built-in name → a checked Scorer
 adapter.py   functions written for Miles or Slime
-pool.py      scoring in processes that can be killed
+pool.py      scoring in processes that can be killed; of it calls.py, slot.py, process.py, serving.py and wire.py
 """
 
 from __future__ import annotations

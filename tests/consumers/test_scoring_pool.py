@@ -368,7 +368,7 @@ def test_a_fault_of_the_pool_itself_ends_it_with_an_error_and_not_with_outcomes(
         def fault(slot: object) -> None:
             raise ZeroDivisionError("a bug")
 
-        monkeypatch.setattr(scoring, "_take", fault)
+        monkeypatch.setattr(scoring, "take", fault)
         with pytest.raises(PoolError, match="a bug"):
             scoring.submit(inputs("ok")).result(10)
         with pytest.raises(PoolError, match="a bug"):
