@@ -62,7 +62,7 @@ class Usage:
 
     def sample(self, launcher: LocalLauncher) -> None:
         tree = children_of_all()
-        for name, pid in launcher.pids().items():
+        for name, pid in launcher.processes().items():
             cpu, rss = 0.0, 0
             for member in descendants(pid, tree):
                 seconds, resident = process(member)

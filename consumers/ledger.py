@@ -158,16 +158,6 @@ class Ledger:
         return sum(groups for _, _, groups in self._untrained_cuts)
 
 
-def newest_weights(log: EventLog, topics: Topics) -> WeightsPublished | None:
-    """The newest valid published version, read once from the whole ledger."""
-    ledger = Ledger(log, topics)
-    try:
-        ledger.catch_up()
-    except CodecError as error:
-        logger.warning("ledger: %s", error)
-    return ledger.published
-
-
 class Frontier:
     """Closed seqs: all below `low`, and a set above it.
 

@@ -24,7 +24,7 @@ from streams import codec
 from streams.codec import Known, Unknown
 from streams.errors import CodecError
 from streams.events import DeadLetter, Event, InputProgress, Progress, TaskDispatched, TaskSkipped
-from streams.log import EventLog, NewRecord, Record
+from streams.log import EventLog, Record
 from streams.ranges import from_ranges
 from streams.topics import Topics
 
@@ -239,10 +239,6 @@ class Reader:
 
 def _reason(error: CodecError) -> str:
     return {"SchemaTooNew": "schema_too_new", "OverCap": "over_cap"}.get(type(error).__name__, "undecodable")
-
-
-def encode_all(events: Sequence[Event], producer: str) -> list[NewRecord]:
-    return [codec.encode(event, producer=producer) for event in events]
 
 
 class Patience:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from typing import NamedTuple
 
-from streams.errors import ConfigError
 from streams.log import EventLog
 
 DATA_TOPICS = ("tasks", "trajectories", "rewards", "groups")
 SINGLE_TOPICS = ("ledger", "fleet", "metrics", "dead")
 ALL_TOPICS = DATA_TOPICS + SINGLE_TOPICS
-
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # what Kafka allows in a topic name, and files too
 
 
 class Topics(NamedTuple):
@@ -40,11 +36,3 @@ class Topics(NamedTuple):
         """
         for word in ALL_TOPICS:
             log.create_topic(self.name(word), self.count(word))
-
-
-def check_run_name(run: str) -> str:
-    if not _RUN_NAME.fullmatch(run):
-        raise ConfigError(
-            f"run.name = {run!r}: needs 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit"
-        )
-    return run

@@ -141,10 +141,6 @@ class LocalLauncher:
             )
         return Outcome(0)
 
-    def pids(self) -> dict[str, int]:
-        """Daemon name → process id, of those that run now."""
-        return {each.spec.name: each.process.pid for each in self._daemons if each.process is not None}
-
     def close(self) -> None:
         """End what still runs: SIGTERM, the grace time, then SIGKILL. Twice is harmless."""
         running = [daemon.process for daemon in self._daemons if daemon.process is not None]

@@ -49,7 +49,7 @@ from streams.events import (
     StepSkipped,
     WeightsPublished,
 )
-from streams.log import EventLog, TopicPartition
+from streams.log import EventLog, Record, TopicPartition
 from streams.ranges import as_ranges
 from streams.topics import Topics
 
@@ -86,6 +86,7 @@ class Trainer:
         self.ledger = Ledger(log, topics, limit=settings.max_weight_staleness)
         self.reader = Reader(log, topics, "trainer", clock)
         self.payloads = Payloads(log, topics, backend.refuses)
+        self._history: list[tuple[Record, Event]] = []  # valid ledger records read before the epoch begins
         self.epoch = -1
         self.step = self.version = 0
         self._bad_steps = 0
@@ -121,7 +122,7 @@ class Trainer:
         self._publisher.close()
 
     def run(self, stop: Stop) -> int:
-        self.ledger.catch_up()
+        self._history += self.ledger.catch_up()
         if self.ledger.finished is not None:
             logger.info("trainer: the run is finished already, at step %d", self.ledger.step)
             return 0
@@ -152,8 +153,7 @@ class Trainer:
 
     def _take_over(self) -> History:
         """Begin an epoch; returns the valid records up to its own."""
-        self.ledger = Ledger(self.log, self.topics, limit=self.settings.max_weight_staleness)
-        history = self.ledger.catch_up()
+        history, self._history = self._history + self.ledger.catch_up(), []
         if self.ledger.run is None:
             self._append(
                 RunStarted(

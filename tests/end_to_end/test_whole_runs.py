@@ -102,7 +102,7 @@ def test_every_daemon_can_be_killed_and_the_run_ends_as_if_nothing_had_happened(
     killed: list[str] = []
 
     def kill(launcher: LocalLauncher, elapsed: float) -> None:
-        version, pids = newest_version(config), launcher.pids()
+        version, pids = newest_version(config), launcher.processes()
         for name, due in victims.items():
             if name not in killed and version >= due and name in pids:
                 os.kill(pids[name], signal.SIGKILL)
