@@ -6,7 +6,7 @@ torch, so that `--help` and the log tools stay instant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -137,12 +137,16 @@ class TrainerBackend(Protocol):
         """Named tensors for publication: numpy arrays or torch tensors, in a fixed order."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write everything that the next step depends on (weights, optimizer, schedule, RNG) into the folder."""
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy everything that the next step depends on (weights, optimizer, schedule, RNG).
+
+        The function returned writes the copies into a folder, later and on any thread: training goes on meanwhile.
+        """
         ...
 
-    def load(self, folder: Path) -> None:
-        """Put that state back. Raises CheckpointError when a part is missing or does not fit."""
+    def load(self, folder: Path, *, fresh_optimizer: bool = False) -> None:
+        """Put that state back. Raises CheckpointError when a part is missing or does not fit; without an optimizer
+        only `fresh_optimizer` takes the weights alone."""
         ...
 
 

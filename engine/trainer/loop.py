@@ -16,8 +16,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from consumers.batches import Buffer, Rule
@@ -29,6 +30,7 @@ from engine.trainer.checkpoint import prune_checkpoints, save_checkpoint
 from engine.trainer.payloads import BadPayload, Payloads, train_batch
 from engine.trainer.publisher import Publisher
 from engine.trainer.resume import History, resume
+from engine.trainer.saver import Saver
 from engine.trainer.settings import LoopSettings
 from engine.weights.store import WeightStore, digest, snapshot
 from streams import codec
@@ -55,6 +57,7 @@ from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
 
+SAVE_LAST = timedelta(seconds=1)  # for a checkpoint under way when the trainer is asked to stop
 PUBLISH_DEADLINE = timedelta(minutes=15)  # of writing weights that are on their way when the loop ends
 
 
@@ -115,11 +118,17 @@ class Trainer:
             self._append_skipped(cut, bad)
         self.buffer = Buffer(self.topics.partitions, start.frontier, start.positions)
         self._publisher = Publisher(self._write_weights, self._append)
+        self._saver = Saver()
         self._publish(forked_at=start.forked_at)
 
     def close(self) -> None:
-        """End the publishing thread; what it holds is finished first."""
+        """End the threads that write. A version on its way is finished; so is a checkpoint, if that is quick: one that
+        is abandoned was not announced, and is no loss."""
         self._publisher.close()
+        try:
+            self._saver.flush(SAVE_LAST)
+        except TimeoutError:
+            logger.warning("trainer: stopped while a checkpoint was written; it does not count")
 
     def run(self, stop: Stop) -> int:
         self._history += self.ledger.catch_up()
@@ -188,6 +197,7 @@ class Trainer:
         self.ledger.catch_up()
         self._check_owner()
         self._publisher.check()
+        self._saver.check()
         self._read_groups()
         if self.ledger.paused or not self._is_published:
             return False
@@ -374,26 +384,36 @@ class Trainer:
         return event
 
     def _save_checkpoint(self) -> None:
+        """Copy the state now; it is written and announced beside the next steps."""
+        save = partial(
+            self._write_checkpoint, self.backend.snapshot(), self.step, self.version, self.ledger.position
+        )
+        self._saver.save(save, beat=self._give_way)
+        self._checkpointed = self.step
+
+    def _write_checkpoint(
+        self, write: Callable[[Path], None], step: int, version: int, ledger_position: int
+    ) -> None:
+        """On the saver's thread."""
         path, checksum = save_checkpoint(
             self.checkpoints,
             epoch=self.epoch,
-            step=self.step,
-            version=self.version,
-            ledger_position=self.ledger.position,
-            write=self.backend.save,
+            step=step,
+            version=version,
+            ledger_position=ledger_position,
+            write=write,
         )
         self._append(
             CheckpointSaved(
                 epoch=self.epoch,
-                version=self.version,
-                step=self.step,
+                version=version,
+                step=step,
                 path=f"checkpoints/{path.name}",
                 digest=checksum,
-                ledger_position=self.ledger.position,
+                ledger_position=ledger_position,
                 saved_ms=self.clock(),
             )
         )
-        self._checkpointed = self.step
         prune_checkpoints(
             self.checkpoints,
             keep_last=self.settings.checkpoint_keep_last,
@@ -425,6 +445,7 @@ class Trainer:
         if self.version % self.settings.update_weights_interval:
             self._publish()  # the last version, off the interval
         self._publisher.flush(PUBLISH_DEADLINE)
+        self._saver.flush(PUBLISH_DEADLINE)
         finished = RunFinished(
             epoch=self.epoch, step=self.step, version=self.version, reason=reason, finished_ms=self.clock()
         )
@@ -467,6 +488,8 @@ class Trainer:
         values["staleness_max"] = float(max((member.staleness for member in trained), default=0))
         values["groups_buffered"] = float(len(self.buffer))
         values["version"] = float(self.version)
+        values["checkpoint_s"] = self._saver.seconds
+        values["checkpoints_failed"] = float(self._saver.failed)
         for member in trained:
             key = f"staleness/{member.staleness}"
             values[key] = values.get(key, 0.0) + 1.0

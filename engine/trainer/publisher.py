@@ -2,8 +2,9 @@
 
     trainer ── snapshot of version v ──► queue (1) ──► file written, synced, renamed ──► WeightsPublished(v)
 
-The step never waits for a disk; it waits here only when two versions are already on their way. A version that
-could not be written is not announced, and the error reaches the trainer at its next call. The trainer calls `check`
+The step never waits for a disk; it waits here only when two versions are already on their way. A full disk is waited
+for, since nobody can go on without the version. One that could not be written for another reason is not announced,
+and the error reaches the trainer at its next call. The trainer calls `check`
 every round: at a small limit it may never have another version to publish, because everybody waits for this one.
 """
 
@@ -12,18 +13,23 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
 
+from engine.weights.store import NoRoom
 from streams.events import WeightsPublished
 
 logger = logging.getLogger(__name__)
 
 Write = Callable[[Mapping[str, Any], int, int], WeightsPublished]  # (tensors, version, step) → event
 Announce = Callable[[WeightsPublished], object]  # appends it to the ledger
+
+
+_RETRY_S, _SAY_AGAIN_S = 0.5, 10.0
 
 
 class _Job(NamedTuple):
@@ -43,6 +49,7 @@ class Publisher:
         self._idle = threading.Event()
         self._idle.set()
         self._unfinished = 0
+        self._closing = threading.Event()
         self._lock = threading.Lock()
         self.digests: dict[int, str] = {}  # version → digest, of what was published here
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
@@ -62,6 +69,7 @@ class Publisher:
         self.check()
 
     def close(self) -> None:
+        self._closing.set()
         if self._thread.is_alive():
             self._jobs.put(None)
             self._thread.join(30)
@@ -85,8 +93,22 @@ class Publisher:
                     self._idle.set()
 
     def _publish(self, job: _Job) -> None:
-        event = self._write(job.tensors, job.version, job.step)
+        event = self._written(job)
         if job.forked_at >= 0:
             event = msgspec.structs.replace(event, forked_at=job.forked_at)
         self._announce(event)
         self.digests[job.version] = event.digest
+
+    def _written(self, job: _Job) -> WeightsPublished:
+        """Raises NoRoom only when the trainer ends meanwhile."""
+        said_at = -_SAY_AGAIN_S
+        while True:
+            try:
+                return self._write(job.tensors, job.version, job.step)
+            except NoRoom as error:
+                if self._closing.is_set():
+                    raise
+                if time.monotonic() - said_at >= _SAY_AGAIN_S:
+                    said_at = time.monotonic()
+                    logger.error("trainer: paused, version %d cannot be published: %s", job.version, error)
+                self._closing.wait(_RETRY_S)

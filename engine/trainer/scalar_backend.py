@@ -10,7 +10,7 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +69,17 @@ class ScalarBackend:
         """{"w": float64 [1]}."""
         return {"w": np.array([self._w])}
 
-    def save(self, folder: Path) -> None:
-        """Write scalar.json; hexadecimal floats, so that no bit is lost."""
+    def snapshot(self) -> Callable[[Path], None]:
+        """What is returned writes scalar.json; hexadecimal floats, so that no bit is lost."""
         numbers = zip(_FIELDS, (self._w, self._mean, self._square), strict=True)
-        state = {name: number.hex() for name, number in numbers} | {"steps": self._steps}
-        (folder / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps({name: number.hex() for name, number in numbers} | {"steps": self._steps}, indent=1)
 
-    def load(self, folder: Path) -> None:
+        def write(folder: Path) -> None:
+            (folder / STATE_FILE).write_text(text + "\n", encoding="utf-8")
+
+        return write
+
+    def load(self, folder: Path, *, fresh_optimizer: bool = False) -> None:
         path = folder / STATE_FILE
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
@@ -85,7 +89,8 @@ class ScalarBackend:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: not the state of a scalar trainer ({error!r})") from None
-        self._w, self._mean, self._square, self._steps = w, mean, square, steps
+        self._w, self._steps = w, steps
+        self._mean, self._square = (0.0, 0.0) if fresh_optimizer else (mean, square)
 
 
 def _gradient(batch: TrainBatch) -> float:

@@ -18,7 +18,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +45,7 @@ from engine.trainer.torch_state import (
     warn_of_other_machine,
     write_tensors,
 )
+from engine.weights.tensors import snapshot
 from streams.errors import ConfigError
 from streams.trajectory import Payload
 
@@ -53,7 +54,7 @@ RNG_FILE = "rng.safetensors"
 
 
 class TorchBackend:
-    """One model and its AdamW. `step` until done; `save` and `load` between steps, never from another thread.
+    """One model and its AdamW. `step` until done; `snapshot` and `load` between steps, on the same thread.
 
     Settles process-wide switches of torch (threads, deterministic kernels) when it is made.
 
@@ -248,15 +249,26 @@ class TorchBackend:
             state[name] = cast[key]
         return dict(state)
 
-    def save(self, folder: Path) -> None:
-        """Write model.safetensors (float32, with config.json: a Hugging Face folder), optimizer, RNG and counters."""
-        self.model.config.save_pretrained(folder)
-        write_tensors(folder / MODEL_FILE, self.model.state_dict())
-        moments = moments_of(self._optimizer, self._parameters)
-        write_tensors(folder / OPTIMIZER_FILE, moments)
-        write_tensors(folder / RNG_FILE, rng_state(self.device))
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copies in main memory of model, moments, RNG and counters.
+
+        What is returned writes model.safetensors (float32, with config.json: a Hugging Face folder) and beside it
+        optimizer.safetensors, rng.safetensors and trainer.json.
+        """
+        parts = {
+            MODEL_FILE: snapshot(self.model.state_dict()),
+            OPTIMIZER_FILE: snapshot(moments_of(self._optimizer, self._parameters)),
+            RNG_FILE: snapshot(rng_state(self.device)),
+        }
         state = {"optimizer_steps": self.optimizer_steps, "made_with": environment(self.device)}
-        (folder / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+        def write(folder: Path) -> None:
+            self.model.config.save_pretrained(folder)
+            for name, tensors in parts.items():
+                write_tensors(folder / name, tensors)
+            (folder / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+        return write
 
     def load(self, folder: Path, *, fresh_optimizer: bool = False) -> None:
         """Put a saved state back, whole or not at all.

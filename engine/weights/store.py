@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 
 from consumers.runner import Clock, now_ms
 from engine.weights import tensors as files
-from engine.weights.tensors import Framework, RawTensor, WeightsError, digest, snapshot
+from engine.weights.tensors import Framework, NoRoom, RawTensor, WeightsError, digest, snapshot
 from streams.events import TensorInfo, WeightsPublished
 
-__all__ = ["WeightStore", "WeightsConflict", "WeightsError", "digest", "read", "snapshot", "verify"]
+__all__ = ["NoRoom", "WeightStore", "WeightsConflict", "WeightsError", "digest", "read", "snapshot", "verify"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class WeightStore:
         """Store these weights and return the fact, ready for the ledger. They are on disk when this returns.
 
         Publishing the same weights under the same name again writes nothing. Raises WeightsConflict when the
-        name holds other weights, and WeightsError when they cannot be written (disk full, …); then nothing is
+        name holds other weights, NoRoom on a full disk and WeightsError when they cannot be written; then nothing is
         left behind.
         """
         contents = {name: files.raw(tensor) for name, tensor in tensors.items()}
@@ -170,7 +170,7 @@ def write_durably(path: Path, write: Callable[[BinaryIO], Any]) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise WeightsError(f"{path}: no room on the disk; nothing was left behind") from error
+            raise NoRoom(f"{path}: no room on the disk; nothing was left behind") from error
         raise WeightsError(f"{path}: cannot be written ({error.strerror or error})") from error
     except BaseException:
         temporary.unlink(missing_ok=True)

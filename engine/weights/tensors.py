@@ -53,6 +53,10 @@ class WeightsError(MillstreamError):
     """Weights that cannot be written, found or read; the message names the file and the reason."""
 
 
+class NoRoom(WeightsError):
+    """The disk has no room for them; nothing was left behind, and it may be tried again."""
+
+
 class RawTensor(NamedTuple):
     """One tensor as little-endian bytes, row after row."""
 

@@ -100,19 +100,19 @@ def test_a_sample_without_advantage_still_counts():
 def test_a_bad_step_leaves_every_bit_as_it_was(samples: list[TrainSample], reason: str, tmp_path: Path):
     backend = ScalarBackend()
     backend.step(TrainBatch(1, 0, 5, SAMPLES))
-    backend.save(tmp_path)
+    backend.snapshot()(tmp_path)
     before = (tmp_path / "scalar.json").read_bytes()
     with pytest.raises(BadStep) as caught:
         backend.step(TrainBatch(2, 1, 5, samples))
     assert caught.value.reason == reason
-    backend.save(tmp_path)
+    backend.snapshot()(tmp_path)
     assert (tmp_path / "scalar.json").read_bytes() == before
 
 
 def test_a_loaded_state_goes_on_with_the_same_bits(tmp_path: Path):
     backend, other = ScalarBackend(), ScalarBackend(initial=3.0)
     backend.step(TrainBatch(1, 0, 5, SAMPLES))
-    backend.save(tmp_path)
+    backend.snapshot()(tmp_path)
     other.load(tmp_path)
     for each in (backend, other):
         each.step(TrainBatch(2, 1, 6, SAMPLES[2:]))

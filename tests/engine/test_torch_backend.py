@@ -62,7 +62,7 @@ def every_bit(backend: TorchBackend, folder: Path) -> dict[str, bytes]:
     """All files that the backend would save."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    backend.save(folder)
+    backend.snapshot()(folder)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -254,7 +254,7 @@ def test_a_saved_and_loaded_trainer_goes_on_with_the_same_bits(
 def test_a_saved_state_is_a_hugging_face_folder(folders: dict[str, Path], tmp_path: Path):
     backend = make(folders["gpt2-tied"])
     backend.step(batch_of(8))
-    backend.save(tmp_path)
+    backend.snapshot()(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True)
     assert digest(model.state_dict()) == digest(backend.weights())
 
@@ -350,7 +350,7 @@ def test_samples_that_the_model_cannot_take_are_a_bad_step_and_not_a_crash(folde
 def saved(folder: Path, tmp_path: Path) -> tuple[TorchBackend, Path]:
     backend = make(folder)
     backend.step(batch_of(8))
-    backend.save(tmp_path)
+    backend.snapshot()(tmp_path)
     return backend, tmp_path
 
 

@@ -44,6 +44,7 @@ class Bench:
 
     def flush(self) -> None:
         self.trainer._publisher.flush(timedelta(seconds=10))
+        self.trainer._saver.flush(timedelta(seconds=10))
 
     def group(self, seq: int, version: int = 0, offset: int | None = None) -> None:
         offsets = [
