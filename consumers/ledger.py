@@ -53,6 +53,7 @@ class Ledger:
         self.position = log.start(self._topic, 0)
         self.run: RunStarted | None = None
         self.epoch = -1
+        self.owner = ""  # who began that epoch: one incarnation of a trainer
         self.limit = limit  # in force now: the configured one until a LimitChanged
         self.paused = False
         self.frontier = 0  # every seq below it has its outcome
@@ -104,7 +105,7 @@ class Ledger:
         """Fold one record; False when it is void."""
         if isinstance(event, EpochStarted):
             if offset > self.epoch:
-                self.epoch = offset
+                self.epoch, self.owner = offset, event.producer
                 self.lineage.started(offset)
             return True
         epoch = getattr(event, "epoch", None)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -34,7 +35,7 @@ from engine.trainer.saver import Saver
 from engine.trainer.settings import LoopSettings
 from engine.weights.store import WeightStore, digest, snapshot
 from streams import codec
-from streams.errors import Fenced, LogFull, LogUnavailable, MillstreamError
+from streams.errors import ConfigError, Fenced, LogFull, LogUnavailable, MillstreamError
 from streams.events import (
     BatchCut,
     CheckpointSaved,
@@ -98,6 +99,7 @@ class Trainer:
         self._ended_at = time.monotonic()  # of the last step
         self._checkpointed = 0
         self._stop: Stop = lambda: False
+        self._incarnation = f"trainer-{os.getpid()}-{secrets.token_hex(4)}"
 
     # -- life
     def start(self) -> None:
@@ -163,7 +165,9 @@ class Trainer:
     def _take_over(self) -> History:
         """Begin an epoch; returns the valid records up to its own."""
         history, self._history = self._history + self.ledger.catch_up(), []
-        if self.ledger.run is None:
+        if self.ledger.run is not None:
+            self._check_manifest(self.ledger.run)
+        else:
             self._append(
                 RunStarted(
                     run=self.settings.run,
@@ -175,21 +179,44 @@ class Trainer:
                     started_ms=self.clock(),
                 )
             )
-        started = EpochStarted(
-            producer=f"trainer-{os.getpid()}", started_ms=self.clock(), limit=self.ledger.limit
-        )
+        started = EpochStarted(producer=self._incarnation, started_ms=self.clock(), limit=self.ledger.limit)
         self.epoch = self._append(started)
         history += self.ledger.catch_up()
+        if (
+            self.ledger.owner == self._incarnation
+        ):  # an append that timed out, was sent again, and landed twice
+            self.epoch = self.ledger.epoch
         self._check_owner()
         logger.info("trainer: epoch %d of run %s", self.epoch, self.settings.run)
         return history
 
-    def _check_owner(self) -> None:
-        if self.ledger.epoch > self.epoch:
-            raise Fenced(
-                f"epoch {self.ledger.epoch} has taken over run {self.settings.run}; this trainer (epoch "
-                f"{self.epoch}) stops at step {self.step}"
+    def _check_manifest(self, run: RunStarted) -> None:
+        """Another configuration could not replay this ledger to its weights."""
+        if run.partitions != self.topics.partitions:
+            raise ConfigError(
+                f"log.partitions = {self.topics.partitions}: run {run.run} was started with {run.partitions}, "
+                "fixed for its life; set it back, or choose another run.name"
             )
+        if run.config_fingerprint != self.settings.config_fingerprint:
+            raise ConfigError(
+                f"the log holds run {run.run} of another configuration (fingerprint {run.config_fingerprint[:12]}…, "
+                f"this one is {self.settings.config_fingerprint[:12]}…); set the run's data settings back, or choose "
+                "another run.name or log.url"
+            )
+
+    def _check_owner(self) -> None:
+        if self.ledger.epoch <= self.epoch:
+            return
+        if self.ledger.owner == self._incarnation:
+            # What was written since then under the older epoch is void, so nothing of this state can be kept.
+            raise LogUnavailable(
+                f"a copy of this trainer's own EpochStarted (epoch {self.epoch}) landed late, as epoch "
+                f"{self.ledger.epoch}: the log had not acknowledged the first in time; the trainer starts again"
+            )
+        raise Fenced(
+            f"epoch {self.ledger.epoch} ({self.ledger.owner}) has taken over run {self.settings.run}; this trainer "
+            f"(epoch {self.epoch}) stops at step {self.step}"
+        )
 
     # -- one round
     def round(self) -> bool:

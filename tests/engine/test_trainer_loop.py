@@ -8,6 +8,7 @@ import time
 from concurrent.futures import Future
 from datetime import timedelta
 
+import msgspec
 import pytest
 
 from consumers.staleness import Judgement
@@ -15,7 +16,7 @@ from engine.interfaces import BadStep
 from engine.trainer.loop import TooManyBadSteps, Trainer
 from engine.trainer.scalar_backend import ScalarBackend
 from engine.weights.store import WeightStore
-from streams.errors import Fenced, LogFull, LogUnavailable
+from streams.errors import ConfigError, Fenced, LogFull, LogUnavailable
 from streams.events import (
     BatchCut,
     CheckpointSaved,
@@ -186,7 +187,7 @@ def test_a_newer_epoch_fences_this_trainer_before_it_steps(bench, monkeypatch):
     put(bench.log, bench.topics, "ledger", EpochStarted(producer="other", started_ms=0))
     for seq in range(2):
         bench.group(seq)
-    with pytest.raises(Fenced, match="epoch 3 has taken over"):
+    with pytest.raises(Fenced, match=r"epoch 3 \(other\) has taken over"):
         bench.trainer.round()
     assert not stepped
 
@@ -491,3 +492,22 @@ def test_a_trainer_stops_within_two_seconds_although_the_ledger_takes_nothing(be
     asked.set()
     thread.join(2)
     assert codes == [0]
+
+
+def test_a_log_that_holds_a_run_of_another_configuration_is_refused(bench):
+    settings = bench.world.settings
+    bench.world.settings = msgspec.structs.replace(settings, config_fingerprint="another")
+    with pytest.raises(ConfigError, match=r"holds run .* of another configuration"):
+        bench.world.trainer()
+    bench.world.settings = settings
+    bench.world.trainer().close()
+
+
+def test_a_late_copy_of_its_own_epoch_is_no_takeover(bench):
+    mine = next(event for event in bench.ledger(EpochStarted))
+    put(bench.log, bench.topics, "ledger", mine)
+    with pytest.raises(LogUnavailable, match=r"own EpochStarted .* landed late"):
+        bench.trainer.round()
+    again = bench.world.trainer()  # and a fresh start goes on
+    assert again.epoch > bench.trainer.epoch
+    again.close()
