@@ -255,6 +255,10 @@ def _wrong_sample(evidence: Evidence, group: CutGroup, member: CutMember) -> str
         return f"{where}: {sample.problem}"
     if (sample.uid, sample.group_id) != (member.uid, group.group_id):
         return f"{where} holds {sample.uid} of group {sample.group_id}"
+    completed = evidence.completed.get((group.partition, group.group_offset))
+    scored = 0 if completed is None else completed.lengths.get(member.uid, 0)
+    if scored not in (0, sample.n_response_tokens):
+        return f"{where} has {sample.n_response_tokens} response tokens, {scored} were scored"
     return ""
 
 

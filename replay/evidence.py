@@ -16,6 +16,7 @@ from streams.columns import VersionRun
 from streams.errors import CodecError, CorruptRecord, InvalidEvent, UnknownTopic
 from streams.events import (
     DeadLetter,
+    EngineReady,
     GroupCompleted,
     GroupDropped,
     TaskDispatched,
@@ -42,6 +43,8 @@ class Sample(NamedTuple):
     uid: str = ""
     group_id: str = ""
     trainable: Sequence[VersionRun] = ()
+    engine: str = ""
+    n_response_tokens: int = 0
     problem: str = ""
     gone: bool = False  # removed by retention: nothing can be said of it any more
 
@@ -49,6 +52,19 @@ class Sample(NamedTuple):
 class Completed(NamedTuple):
     group_id: str
     members: dict[str, tuple[int, float]]  # uid → (trajectory offset, reward)
+    lengths: dict[str, int]  # uid → response tokens; 0: not said
+
+
+class Letter(NamedTuple):
+    """A dead letter, without its bytes."""
+
+    at: int  # its own offset in `dead`
+    topic: str
+    partition: int
+    offset: int  # of the refused record; -1: it never came to the log
+    stage: str
+    reason: str
+    is_faithful: bool | None  # it holds the refused record's very bytes; None: that is no longer kept
 
 
 class Evidence(NamedTuple):
@@ -59,7 +75,12 @@ class Evidence(NamedTuple):
     samples: dict[Place, Sample]  # every trajectory that a valid cut refers to
     completed: dict[Place, Completed | None]  # every group record that a valid cut refers to; None: gone
     terminal: list[list[tuple[int, int]]]  # per partition of `groups`: (offset, seq) of completed and dropped
+    ready: dict[
+        str, dict[tuple[int, int], str]
+    ]  # engine → (epoch, version) that it reported → digest it held
+    ready_whole: bool  # retention has removed no fleet event
     dead: Counter[str]  # "stage: reason" → letters
+    letters: list[Letter]
     unreadable: Counter[str]  # topic word → records that nobody can read
     unknown: Counter[str]  # event type → records
 
@@ -72,7 +93,21 @@ def gather(log: EventLog, topics: Topics) -> Evidence:
     for _, group in view.groups_trained():
         wanted_groups.setdefault(group.partition, set()).add(group.group_offset)
         wanted_samples.setdefault(group.partition, set()).update(m.trajectory_offset for m in group.members)
-    found = Evidence(ledger, view, [], _whole(log, topics), {}, {}, [], Counter(), Counter(), Counter())
+    found = Evidence(
+        ledger=ledger,
+        view=view,
+        dispatches=[],
+        dispatches_whole=_whole(log, topics),
+        samples={},
+        completed={},
+        terminal=[],
+        ready={},
+        ready_whole=kept(log, topics.name("fleet"), 0)[0] == 0,
+        dead=Counter(),
+        letters=[],
+        unreadable=Counter(),
+        unknown=Counter(),
+    )
     for partition in range(topics.partitions):
         _read_tasks(log, topics, partition, found)
         _read_groups(log, topics, partition, wanted_groups.get(partition, set()), found)
@@ -82,6 +117,11 @@ def gather(log: EventLog, topics: Topics) -> Evidence:
     for entry in entries(log, topics.name("dead"), 0):
         if isinstance(entry.event, DeadLetter):
             found.dead[f"{entry.event.stage}: {entry.event.reason}"] += 1
+            found.letters.append(_letter(log, entry.offset, entry.event))
+    for entry in entries(log, topics.name("fleet"), 0):
+        if isinstance(entry.event, EngineReady):
+            held = found.ready.setdefault(entry.event.engine, {})
+            held[entry.event.epoch, entry.event.version] = entry.event.digest
     for entry in ledger:
         _count_problem("ledger", entry.problem, entry.unknown_type, found)
     return found
@@ -149,7 +189,8 @@ def _read_groups(log: EventLog, topics: Topics, partition: int, wanted: set[int]
             terminal.append((entry.offset, event.seq))
         if isinstance(event, GroupCompleted) and entry.offset in wanted:
             members = {member.uid: (member.trajectory_offset, member.reward) for member in event.members}
-            found.completed[partition, entry.offset] = Completed(event.group_id, members)
+            lengths = {member.uid: member.n_response_tokens for member in event.members}
+            found.completed[partition, entry.offset] = Completed(event.group_id, members, lengths)
         _count_problem("groups", entry.problem, entry.unknown.type if entry.unknown else "", found)
     start, _ = kept(log, topic, partition)
     found.completed.update({(partition, offset): None for offset in wanted if 0 <= offset < start})
@@ -166,7 +207,16 @@ def _sample(entry: Entry | None) -> Sample:
         trainable = columns.trainable_runs(payload.versions, payload.loss_mask)
     except (CodecError, InvalidEvent) as error:
         return Sample(event.uid, event.group_id, problem=str(error))
-    return Sample(event.uid, event.group_id, trainable)
+    return Sample(event.uid, event.group_id, trainable, event.engine, len(payload.response_ids))
+
+
+def _letter(log: EventLog, at: int, event: DeadLetter) -> Letter:
+    is_faithful: bool | None = None
+    if event.offset >= 0:
+        ((_, entry),) = entries_at(log, event.topic, event.partition, [event.offset])
+        if entry is not None:  # else removed by retention
+            is_faithful = entry.record is not None and entry.record.value == event.raw
+    return Letter(at, event.topic, event.partition, event.offset, event.stage, event.reason, is_faithful)
 
 
 def _count_problem(word: str, problem: str, unknown_type: str, found: Evidence) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from replay import checks
+from replay import checks, checks_versions
 from replay.checks import Check
 from replay.evidence import Evidence, gather
 from replay.topics import columns
@@ -43,6 +43,10 @@ CHECKS: Sequence[Callable[[Evidence], Check]] = (
     checks.steps_and_versions_follow,
     checks.frontier_is_right,
     checks.positions_pass_over_nothing,
+    checks_versions.versions_never_go_back,
+    checks_versions.trained_versions_were_served,
+    checks_versions.checkpoints_follow_the_ledger,
+    checks_versions.dead_letters_are_explained,
 )
 
 

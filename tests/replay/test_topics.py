@@ -24,7 +24,7 @@ def test_rows_come_in_the_order_of_the_data_path():
         ("run.groups", 0, 3),
         ("run.groups", 1, 3),
         ("run.ledger", 0, 11),
-        ("run.fleet", 0, 0),
+        ("run.fleet", 0, 3),
         ("run.metrics", 0, 0),
         ("run.dead", 0, 0),
     ]

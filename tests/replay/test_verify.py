@@ -19,6 +19,7 @@ from streams.events import (
     Drop,
     EpochStarted,
     Event,
+    GroupCompleted,
     GroupsDropped,
     LimitChanged,
     RunFinished,
@@ -115,8 +116,9 @@ def test_records_of_a_fenced_trainer_are_void_and_counted():
     assert "no group is trained twice" in violations(verify(log, topics))
 
 
-def test_dead_letters_and_unknown_types_are_counted_and_not_judged():
+def test_explained_dead_letters_and_unknown_types_are_counted_and_not_judged():
     log, topics = recorded()
+    log.append(topics.name("tasks"), 0, [NewRecord(b"\xc1")])
     append(
         log,
         topics,
@@ -294,6 +296,8 @@ def test_a_change_of_the_limit_binds_from_the_first_cut_that_had_read_it():
         events[9] = replace(events[9], limit=limit_of_step_3, ledger_read_to=read_to)
         for event in events:
             append(log, topics, "ledger", event)
+        for version in range(3):
+            append(log, topics, "fleet", run.ready(version))
         return verify(log, topics)
 
     assert run_with(3, read_to=9).holds
@@ -366,8 +370,8 @@ def test_a_skipped_step_makes_no_version():
 
 def test_one_version_under_two_digests_is_found():
     log, topics = recorded()
-    append(log, topics, "ledger", replace(run.published(2), digest="another"))
-    assert violations(verify(log, topics)) == {"steps and versions follow each other": [["version e1-v2"]]}
+    append(log, topics, "ledger", replace(run.published(3), digest="another"))
+    assert violations(verify(log, topics)) == {"steps and versions follow each other": [["version e1-v3"]]}
 
 
 def test_a_frontier_that_hides_an_open_group_is_found():
@@ -427,6 +431,82 @@ def test_a_damaged_checkpoint_is_found():
     append(log, topics, "ledger", saved)
     report = verify(log, topics, checkpoint_digest=refuse)
     assert texts(report) == ["checkpoint checkpoints/e1-s3: cannot be read: model.safetensors is missing"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"step": 7}, "is of step 7, which was never cut"),
+        ({"version": 2}, "has version 2, step 3 made 3"),
+        ({"ledger_position": 8}, "would replay step 3, which it holds (ledger position 8)"),
+        ({"step": 2, "version": 2}, "would not replay step 3 (ledger position 11)"),
+    ],
+)
+def test_a_checkpoint_that_does_not_follow_the_ledger_is_found(changes: dict[str, int], text: str):
+    log, topics = recorded()
+    saved = CheckpointSaved(epoch=1, version=3, step=3, path="checkpoints/c", digest="d", ledger_position=11)
+    append(log, topics, "ledger", saved)
+    assert verify(log, topics).holds
+    append(log, topics, "ledger", replace(saved, **changes))
+    assert texts(verify(log, topics)) == [f"checkpoint checkpoints/c: {text}"]
+
+
+# ---------------------------------------------------------------- versions and engines
+def test_a_version_below_one_that_was_published_is_found():
+    log, topics = recorded()
+    append(log, topics, "ledger", run.published(1))
+    assert violations(verify(log, topics)) == {"versions and epochs never go back": [["e1-v1"]]}
+
+
+def test_a_new_epoch_may_publish_the_newest_version_again():
+    log, topics = recorded(lambda event: None if isinstance(event, RunFinished) else event)
+    append(log, topics, "ledger", EpochStarted(producer="trainer-2", started_ms=9500))
+    epoch = log.end(topics.name("ledger"), 0) - 1
+    append(log, topics, "ledger", replace(run.published(3), epoch=epoch, forked_at=3))
+    assert "versions and epochs never go back" not in violations(verify(log, topics))
+
+
+def test_an_engine_that_held_other_weights_than_were_published_is_found():
+    report = audit(
+        lambda event: replace(event, digest="other") if event == run.ready(1) else event,
+    )
+    check = "every served version was acknowledged with the published digest"
+    assert violations(report) == {check: [["0-3/0/0"], ["0-3/1/0"]]}
+    assert texts(report)[0] == "0-3/0/0: rollout-0 held other as e1-v1, published was digest of 1"
+
+
+def test_an_engine_that_never_said_what_it_holds_is_found():
+    report = audit(lambda event: None if event == run.ready(2) else event)
+    assert texts(report)[0] == "0-5/0/0: rollout-0 generated with e1-v2 and never said that it holds it"
+
+
+def test_a_payload_of_another_length_than_was_scored_is_found():
+    def longer(event: Event) -> Event:
+        if not isinstance(event, GroupCompleted) or event.seq != 0:
+            return event
+        members = [event.members[0], replace(event.members[1], n_response_tokens=6)]
+        return replace(event, members=members)
+
+    report = audit(longer)
+    assert violations(report) == {"references name what was trained": [["0-0/1/0", "0-0"]]}
+    assert "has 5 response tokens, 6 were scored" in texts(report)[0]
+
+
+# ---------------------------------------------------------------- dead letters
+def test_a_dead_letter_for_no_known_reason_is_found():
+    log, topics = recorded()
+    letter = DeadLetter(topic="run.tasks", partition=0, offset=-1, raw=b"x", stage="reward", reason="a whim")
+    append(log, topics, "dead", letter)
+    assert violations(verify(log, topics)) == {"dead letters are explained": [["dead:0"]]}
+
+
+def test_a_dead_letter_that_does_not_hold_the_record_it_names_is_found():
+    log, topics = recorded()
+    letter = DeadLetter(
+        topic="run.tasks", partition=0, offset=1, raw=b"x", stage="reward", reason="undecodable"
+    )
+    append(log, topics, "dead", letter)
+    assert texts(verify(log, topics)) == ["dead:0: does not hold what lies at run.tasks/0:1"]
 
 
 # ---------------------------------------------------------------- output

@@ -15,6 +15,7 @@ from streams.events import (
     CutMember,
     DataEnded,
     Drop,
+    EngineReady,
     EpochStarted,
     Event,
     GroupCompleted,
@@ -55,6 +56,8 @@ def recorded(alter: Alter = lambda event: event) -> tuple[EventLog, Topics]:
         write("groups", dropped(seq) if seq == 4 else completed(seq), seq % 2)
     for event in ledger():
         write("ledger", event)
+    for version in range(3):
+        write("fleet", ready(version))
     return log, topics
 
 
@@ -107,6 +110,7 @@ def finished(seq: int, index: int, *, version: int | None = None):
             versions=[(EPOCH, version, 5)],
             finish_reason="stop",
             response="7",
+            engine="rollout-0",
         )
     )
 
@@ -131,6 +135,10 @@ def published(version: int) -> WeightsPublished:
         digest=f"digest of {version}",
         uris={"disk": f"weights/e{EPOCH}-v{version}.safetensors"},
     )
+
+
+def ready(version: int) -> EngineReady:
+    return EngineReady(engine="rollout-0", epoch=EPOCH, version=version, digest=f"digest of {version}")
 
 
 def cut(step: int, seqs: list[int], positions: list[int], **changes) -> BatchCut:
