@@ -1,0 +1,27 @@
+"""Any daemon can be killed or stopped at any hand-over: nothing is lost, nothing is trained twice, and the weights are
+those of an undisturbed replay. The long schedule is `make soak`; this is a short one for every change."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.harness import HANDOVERS, configuration, plan, soak
+
+DAEMONS = ("feeder-0", "rollout-0", "rollout-1", "reward-0", "reward-1", "collector-0", "trainer-0")
+
+
+def test_a_schedule_strikes_every_daemon_after_every_hand_over_and_is_the_same_for_a_seed() -> None:
+    faults = plan(3, len(DAEMONS) * len(HANDOVERS), DAEMONS)
+    assert {(fault.victim, fault.after) for fault in faults} == {
+        (victim, after) for victim in DAEMONS for after in HANDOVERS
+    }
+    assert faults == plan(3, len(faults), DAEMONS)
+    assert faults != plan(4, len(faults), DAEMONS)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_under_kills_and_stops_keeps_every_promise_on_the_embedded_log(tmp_path) -> None:
+    result = soak(configuration(tmp_path), plan(11, 10, DAEMONS), seed=11)
+    assert result.problems == []
+    assert result.struck == 10
+    assert result.final_digest == result.replay_digest
