@@ -16,10 +16,10 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from engine.commands import config, demo, run, serve, tail, topics, verify
+from engine.commands import broker, config, demo, run, serve, tail, topics, verify
 from streams.errors import ConfigError, MillstreamError
 
-COMMANDS = (demo, run, serve, topics, tail, verify, config)
+COMMANDS = (demo, run, serve, topics, tail, verify, config, broker)
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 

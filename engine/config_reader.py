@@ -23,6 +23,14 @@ else:
 
 ENV_PREFIX = "MILLSTREAM_"  # every variable that starts so is ours
 SETTING_PREFIX = "MILLSTREAM__"  # and goes on with section__key
+NOT_SETTINGS = frozenset(
+    {
+        "MILLSTREAM_CACHE",  # where the development broker's Kafka is kept
+        "MILLSTREAM_ALLOW_SLOW_KAFKA",  # streams/kafka/options.py
+        "MILLSTREAM_TEST_KAFKA",  # the tests'
+        "MILLSTREAM_REQUIRE_KAFKA",
+    }
+)
 TYPES_IN_WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -54,6 +62,8 @@ class Reader:
 
     def override_from_variable(self, name: str, text: str) -> None:
         """Take a variable that starts with ENV_PREFIX."""
+        if name in NOT_SETTINGS:
+            return
         parts = name[len(SETTING_PREFIX) :].split("__")
         if name.startswith(SETTING_PREFIX) and len(parts) > 1 and all(parts):
             self._override(parts, text, f"environment variable {name}")
