@@ -14,6 +14,10 @@ can route on them without opening the value.
 The raw tail is a float32 log-prob column, last in its map: two thirds of a trajectory, of which zstd saves 5 %. Left
 out of the frame it costs a copy instead of half the time of compressing and opening a trajectory.
 
+An event may have MAX_EVENT_BYTES once it is opened, and only so many times what is stored of it (`cap_of`): a small
+record never takes a gigabyte of a reader. encode keeps to what decode accepts, so nothing is written that cannot be
+read; how large what is stored may be is the log's affair (streams/checks.py).
+
 A higher major is refused (SchemaTooNew). A higher minor, an unknown field or an unknown type is passed over: the
 first two decode as usual, the last comes back as Unknown, which stages count and replay shows. A lower major is
 upcast step by step: register `upcasts[(major, type)]`, a function from that major's plain dict to the next one's.
@@ -29,11 +33,15 @@ import msgspec
 import zstandard
 
 from streams import columns
-from streams.errors import CodecError, OverCap, SchemaTooNew
+from streams.checks import MOST_CLAIM_BYTES
+from streams.claim_files import CLAIM, LOST
+from streams.errors import ClaimLost, CodecError, OverCap, RecordTooLarge, SchemaTooNew
 from streams.events import EVENT_TYPES, SCHEMA_MAJOR, SCHEMA_MINOR, Event, TrajectoryFinished
 from streams.log import NewRecord, Record
 
-DEFAULT_CAP = 64 << 20  # bytes a value may have once it is opened
+MAX_EVENT_BYTES = MOST_CLAIM_BYTES  # of one event, opened; what is stored is never larger
+DEFAULT_CAP = 64 << 20  # bytes that any value may have once it is opened
+_MOST_GROWTH = 32  # a larger one: so many times what is stored. Real columns grow 1.2 … 4 times
 COMPRESS_FROM = 512  # bytes; smaller values gain nothing
 # Measured on token columns: no level above 1 pays. Against level 1's own choice for a few kilobytes, a hash table of
 # 2**12 entries is quicker to clear, and matches from 7 bytes on are fewer to code: a tenth of the time for 2 % of size.
@@ -71,17 +79,26 @@ _local = threading.local()
 
 
 def encode(event: Event, *, producer: str, timestamp_ms: int | None = None) -> NewRecord:
-    """The record of one event. Large values are compressed."""
+    """The record of one event. Large values are compressed.
+
+    Raises RecordTooLarge for an event of more than MAX_EVENT_BYTES, and TypeError, ValueError or OverflowError for what
+    has no form in the log.
+    """
     value = _encoder.encode(event)
     headers = [_SCHEMA_HEADER, _TYPE_HEADERS[type(event)], ("by", producer.encode()[:64])]
     identity = getattr(event, "uid", "") or getattr(event, "group_id", "")
     if identity:
         headers.append(("id", identity.encode()[:120]))
+    if len(value) > MAX_EVENT_BYTES:
+        raise RecordTooLarge(
+            f"{identity or type(event).__name__}: the event has {len(value)} bytes; no event may have more than "
+            f"{MAX_EVENT_BYTES}, whatever the settings"
+        )
     if len(value) >= COMPRESS_FROM:
         n_raw = _raw_bytes(event)
         head = value[: len(value) - n_raw]
         packed = (_head_compressor() if n_raw else _compressor()).compress(head)
-        if len(packed) < len(head):
+        if len(packed) < len(head) and len(value) <= cap_of(len(packed) + n_raw):
             headers.append(_ZSTD_HEADER)
             if n_raw:
                 headers.append(("raw", b"%d" % n_raw))
@@ -90,12 +107,21 @@ def encode(event: Event, *, producer: str, timestamp_ms: int | None = None) -> N
     return NewRecord(value, tuple(headers), timestamp_ms)
 
 
-def decode(record: Record, *, cap: int = DEFAULT_CAP) -> Decoded:
-    """The event of one record.
+def cap_of(stored: int) -> int:
+    """Bytes that a stored value of this size may have once it is opened: a small record never takes a gigabyte."""
+    return min(MAX_EVENT_BYTES, max(DEFAULT_CAP, _MOST_GROWTH * stored))
 
-    Raises SchemaTooNew, OverCap, or CodecError with what was wrong; the caller makes a dead letter of it.
+
+def decode(record: Record, *, cap: int | None = None) -> Decoded:
+    """The event of one record. `cap`: bytes that it may have once it is opened (default: `cap_of` what is stored).
+
+    Raises SchemaTooNew, OverCap, ClaimLost, or CodecError with what was wrong; the caller makes a dead letter of it.
     """
     headers = dict(record.headers)
+    if CLAIM in headers:
+        raise _without_value(headers)
+    if cap is None:
+        cap = cap_of(len(record.value))
     major = _major(headers.get("schema"))
     if major > SCHEMA_MAJOR:
         raise SchemaTooNew(
@@ -127,6 +153,16 @@ def decode(record: Record, *, cap: int = DEFAULT_CAP) -> Decoded:
     if not tag and fields["type"] in _decoders:
         return _known(value, fields["type"])
     return Unknown(fields["type"], fields)
+
+
+def _without_value(headers: dict[str, bytes]) -> CodecError:
+    """Why a record has no value: it lies in a file, see streams/claims.py."""
+    if LOST in headers:
+        return ClaimLost(headers[LOST].decode("utf-8", "replace"))
+    where = headers[CLAIM][:300].decode("utf-8", "replace")
+    return ClaimLost(
+        f"the value lies in a claims file ({where}), and this log was opened without its claims folder"
+    )
 
 
 def _raw_bytes(event: Event) -> int:

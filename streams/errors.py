@@ -6,6 +6,7 @@
     │   ├── UnknownTopic         no such topic or partition
     │   ├── TopicMismatch        the topic exists with another number of partitions
     │   ├── OffsetOutOfRange     the position lies before the first kept record, or beyond the end
+    │   ├── RecordsLost          retention removed records that a stage had not read
     │   ├── RecordTooLarge       one record is over the log's limit
     │   ├── LogFull              the disk has no room; nothing was appended, the caller may try again
     │   ├── LogUnavailable       the log does not answer (broker gone, deadline passed)
@@ -14,7 +15,8 @@
     │   └── LogClosed            used after close()
     ├── CodecError               a record's bytes cannot be read as an event (→ dead letter)
     │   ├── SchemaTooNew         written by a higher major schema
-    │   └── OverCap              decompressed size is over the cap
+    │   ├── OverCap              decompressed size is over the cap
+    │   └── ClaimLost            the value lies in a file beside the log, which is missing or damaged
     ├── InvalidEvent             values that must never be written (→ dead letter, its group learns of it)
     └── Fenced                   a newer epoch has taken over: this process must exit
 
@@ -53,6 +55,15 @@ class OffsetOutOfRange(LogError):
             f"{topic}/{partition}: offset {offset} is outside the kept range [{start}, {end}]{lost}"
         )
         self.topic, self.partition, self.offset, self.start, self.end = topic, partition, offset, start, end
+
+
+class RecordsLost(LogError):
+    """Retention removed records that a stage had not read: up to `count` of the offsets [`begin`, `end`)."""
+
+    def __init__(self, message: str, topic: str, partition: int, begin: int, end: int, count: int) -> None:
+        super().__init__(message)
+        self.topic, self.partition = topic, partition
+        self.begin, self.end, self.count = begin, end, count
 
 
 class RecordTooLarge(LogError):
@@ -98,6 +109,10 @@ class SchemaTooNew(CodecError):
 
 class OverCap(CodecError):
     """A compressed value grows beyond the cap when it is opened."""
+
+
+class ClaimLost(CodecError):
+    """The value lies in a file beside the log (streams/claims.py) that is missing or damaged; names the file."""
 
 
 class InvalidEvent(MillstreamError):

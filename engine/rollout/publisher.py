@@ -15,11 +15,12 @@ import logging
 import queue
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from consumers.runner import Inputs, slim, with_progress
+from consumers.runner import CUT_RAW_BYTES, Inputs, cut_letter, slim, with_progress
 from streams import codec
 from streams.errors import LogFull, LogUnavailable, RecordTooLarge
 from streams.events import DeadLetter, Event, Metrics, Progress, RolloutFailed, TrajectoryFinished
@@ -99,6 +100,7 @@ class Publisher:
         self._stuck_since: float | None = None
         self._said_at = 0.0
         self._open = 0  # put and not acknowledged
+        self._open_of: Counter[int] = Counter()  # of them, outcomes of each partition
         self._idle = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=f"{producer} publisher", daemon=True)
 
@@ -111,6 +113,10 @@ class Publisher:
         """Events that were put and are not acknowledged."""
         return self._open
 
+    def is_settled(self, partition: int) -> bool:
+        """Every outcome of that partition that was put is in the log: what its lane is rebuilt from is all there."""
+        return not self._open_of[partition]
+
     @property
     def stuck(self) -> bool:
         """The log refuses for now."""
@@ -120,6 +126,8 @@ class Publisher:
         """One sample's outcome, for `trajectories`. A `letter` goes to `dead` first, and is durable before it."""
         topic = self.topics.name("trajectories")
         outcome = _Append(topic, lane.partition, event, lane, offset, None)
+        with self._idle:
+            self._open_of[lane.partition] += 1
         if letter is not None:
             outcome = _Append(self.topics.name("dead"), 0, letter, None, -1, outcome)
         self._put(outcome)
@@ -204,6 +212,9 @@ class Publisher:
         try:
             event = append.event if progress is None else with_progress(append.event, progress)
             return codec.encode(event, producer=self.producer)
+        except RecordTooLarge as error:
+            append.event = _smaller(append.event, error)
+            return self._encoded(append, progress)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             if not isinstance(append.event, TrajectoryFinished):
                 raise
@@ -236,6 +247,7 @@ class Publisher:
             if append.after is not None:
                 self._put(append.after)
         with self._idle:
+            self._open_of.subtract(append.partition for append in appends if append.lane is not None)
             self._open -= len(appends)
             self.published += len(appends)
             if not self._open:
@@ -265,24 +277,23 @@ class Publisher:
             return
         append = appends[0]
         logger.error("%s: %s", self.producer, error)
-        if isinstance(append.event, DeadLetter):
-            cut = append.event.raw[: 64 << 10]
-            append.event = DeadLetter(
-                topic=append.event.topic, partition=append.event.partition, offset=append.event.offset, raw=cut,
-                stage=append.event.stage, reason=append.event.reason, at_ms=append.event.at_ms,
-                detail=f"cut from {len(append.event.raw)} bytes; {append.event.detail}",
-            )  # fmt: skip
-        elif isinstance(append.event, TrajectoryFinished):
-            append.event = failed_from(append.event, "record_too_large", str(error))
-        elif not isinstance(append.event, Metrics):
-            raise error
-        else:
+        if isinstance(append.event, Metrics):
             self._acknowledged(appends)
             return
+        append.event = _smaller(append.event, error)
         self._send(TopicPartition(append.topic, append.partition), [append])
 
 
 _NOTHING: Any = object()
+
+
+def _smaller(event: Event, error: RecordTooLarge) -> Event:
+    """What is written instead of an event that no setting of the log lets pass. Raises the error where nothing is."""
+    if isinstance(event, TrajectoryFinished):
+        return failed_from(event, "record_too_large", str(error))
+    if isinstance(event, DeadLetter) and len(event.raw) > CUT_RAW_BYTES:
+        return cut_letter(event)
+    raise error
 
 
 def failed_from(event: TrajectoryFinished, reason: str, detail: str) -> RolloutFailed:

@@ -110,7 +110,7 @@ class EmbeddedLog(EventLog):
 
     # -- topics
 
-    def create_topic(self, topic: str, partitions: int) -> None:
+    def create_topic(self, topic: str, partitions: int, *, kept: bool = False) -> None:
         self._check_open()
         with storage(self._catalog.root, f"creating topic {topic!r}"):
             self._catalog.create_topic(topic, partitions)
@@ -209,7 +209,14 @@ class EmbeddedLog(EventLog):
     # -- groups
 
     def join(
-        self, group: str, topic: str, *, replica: int, replicas: int, member: str = ""
+        self,
+        group: str,
+        topic: str,
+        *,
+        replica: int,
+        replicas: int,
+        member: str = "",
+        elastic: bool = False,
     ) -> FileMembership:
         self._partition(TopicPartition(topic, 0))
         with storage(self._catalog.root, f"joining group {group!r}"):
@@ -241,6 +248,13 @@ class EmbeddedLog(EventLog):
         assert writer is not None
         with storage(self._catalog.root, f"removing old segments of {topic}/{partition}"):
             return writer.truncate_before(topic, partition, offset)
+
+    def settle(self, topic: str, partition: int) -> None:
+        self._check_writable()
+        writer = self._partition(TopicPartition(topic, partition)).writer
+        assert writer is not None
+        with storage(self._catalog.root, f"settling {topic}/{partition}"):
+            writer.settle()
 
     # -- life
 

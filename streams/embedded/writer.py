@@ -302,6 +302,11 @@ class PartitionWriter:
         os.ftruncate(self._index_fd, kept * INDEX_ENTRY.size)
         self._index_end = kept * INDEX_ENTRY.size
 
+    def settle(self) -> None:
+        """Take over or cut what a killed writer left."""
+        with self._locked():
+            self._catch_up()
+
     # -- retention
 
     def truncate_before(self, topic: str, partition: int, offset: int) -> int:
