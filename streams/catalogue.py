@@ -41,7 +41,8 @@ Made from `streams/events.py` by `python -m streams.catalogue docs/events.md`; d
 Schema {events.SCHEMA_MAJOR}.{events.SCHEMA_MINOR}. Events are MessagePack maps by field name, with the tag word in
 `type`; values of {512} bytes and more are one zstandard frame (header `enc: zstd`), after which the last bytes of the
 map may follow uncompressed (header `raw`: how many, in decimal). Headers of every record: `schema`, `type`, `by`
-(producer), `id` (uid or group id), `enc`, `raw`.
+(producer), `id` (uid or group id), `enc`, `raw`. A record over the log's limit has no value there, and a last header
+`claim`, "size folder-id path": its value is the file `path` of the run's `claims` folder, named by its SHA-256.
 
 How it may change: a new field has a default (minor); a reader passes over types and fields that it does not know,
 and counts them; anything else raises the major, which older readers refuse, and comes with an upcast in

@@ -31,7 +31,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
-from streams.errors import LogUnavailable
+from streams.errors import LogUnavailable, TopicMismatch, UnknownTopic
 
 Headers = tuple[tuple[str, bytes], ...]
 
@@ -79,12 +79,16 @@ class Membership(abc.ABC):
 
     @abc.abstractmethod
     def partitions(self) -> frozenset[int]:
-        """The partitions that are this member's now. Call it often: on some logs it also is the heartbeat."""
+        """The partitions that are this member's now. Call it often: on some logs it also is the heartbeat.
+
+        One that was another's for a while since the last answer is missing from one answer before it is back.
+        """
 
     @property
     @abc.abstractmethod
     def generation(self) -> int:
-        """Changes whenever `partitions()` changed; the owner then rebuilds its positions from its output."""
+        """Of the last answer of `partitions()`: another number for another answer. What is new in it the owner
+        rebuilds from its output; what is missing it forgets."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -94,13 +98,24 @@ class Membership(abc.ABC):
 class EventLog(abc.ABC):
     """An append-only log of partitioned topics. All methods are safe to call from several threads."""
 
+    moves_shares: bool = False  # an elastic member is given the shares of absent ones
+
     # -- topics
     @abc.abstractmethod
-    def create_topic(self, topic: str, partitions: int) -> None:
-        """Create it, or check that it exists with that many partitions.
+    def create_topic(self, topic: str, partitions: int, *, kept: bool = False) -> None:
+        """Create it, or check that it is as it should be (`check_topic`).
 
-        Raises TopicMismatch when it exists with another number.
+        `kept`: nothing of it is ever removed by age or size, whatever retention the log has for other topics.
         """
+
+    def check_topic(self, topic: str, partitions: int, *, kept: bool = False) -> None:
+        """Raise UnknownTopic when it does not exist, and TopicMismatch when it has another number of partitions or
+        settings under which this log's promises would not hold, naming which."""
+        found = self.topics().get(topic)
+        if found is None:
+            raise UnknownTopic(f"topic {topic!r} does not exist")
+        if found != partitions:
+            raise TopicMismatch(f"topic {topic!r} has {found} partitions, {partitions} were asked for")
 
     @abc.abstractmethod
     def topics(self) -> dict[str, int]:
@@ -135,6 +150,11 @@ class EventLog(abc.ABC):
                 f"{timeout.total_seconds():.0f} s; they may still be appended"
             ) from None
 
+    def flush(self, timeout: timedelta = DEFAULT_TIMEOUT) -> dict[TopicPartition, int]:
+        """Wait until everything submitted so far is durable or has failed. Returns what is neither when the time is
+        over: records by partition (nothing, when all is well)."""
+        return {}
+
     # -- reading
     @abc.abstractmethod
     def start(self, topic: str, partition: int) -> int:
@@ -143,6 +163,10 @@ class EventLog(abc.ABC):
     @abc.abstractmethod
     def end(self, topic: str, partition: int) -> int:
         """Position after the last visible record."""
+
+    def recent_end(self, topic: str, partition: int) -> int:
+        """An end that was true a moment ago (at most a second), without asking a broker: for pacing and display."""
+        return self.end(topic, partition)
 
     @abc.abstractmethod
     def read(
@@ -170,9 +194,20 @@ class EventLog(abc.ABC):
 
     # -- groups
     @abc.abstractmethod
-    def join(self, group: str, topic: str, *, replica: int, replicas: int, member: str = "") -> Membership:
+    def join(
+        self,
+        group: str,
+        topic: str,
+        *,
+        replica: int,
+        replicas: int,
+        member: str = "",
+        elastic: bool = False,
+    ) -> Membership:
         """Take share `replica` of `replicas` of the topic's partitions for this group.
 
+        `elastic`: where the log can tell who is alive (`moves_shares`), the shares of absent members go to those who
+        are there, and back when they return. Other logs pass it over: an absent member's share then waits for it.
         Raises ShareHeld while another live member holds this share.
         """
 
@@ -194,10 +229,19 @@ class EventLog(abc.ABC):
         """Allow records below `offset` to be removed; returns the new start (whole segments go, so it may
         stay below `offset`). The caller answers for what readers still need (DESIGN §4, Poison)."""
 
+    def settle(self, topic: str, partition: int) -> None:  # noqa: B027 - most logs have nothing to do
+        """Decide what becomes of appends whose writer has died: when this returns, each is visible or never will be.
+
+        A broker decides it by itself; a log of files may leave it to its next writer.
+        """
+
     # -- life
     @abc.abstractmethod
     def close(self) -> None:
-        """Flush what was submitted (bounded by a deadline) and let go of every resource. Twice is harmless."""
+        """Flush what was submitted (bounded by a deadline) and let go of every resource. Twice is harmless.
+
+        Raises LogUnavailable, after letting go, when something submitted is not durable, saying how much of what.
+        """
 
     def __enter__(self: _Log) -> _Log:
         return self

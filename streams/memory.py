@@ -96,7 +96,7 @@ class MemoryLog(EventLog):
 
     # -- topics
 
-    def create_topic(self, topic: str, partitions: int) -> None:
+    def create_topic(self, topic: str, partitions: int, *, kept: bool = False) -> None:
         check_name("topic", topic)
         check_partitions(topic, partitions)
         with self._store.changed:
@@ -197,7 +197,14 @@ class MemoryLog(EventLog):
     # -- groups
 
     def join(
-        self, group: str, topic: str, *, replica: int, replicas: int, member: str = ""
+        self,
+        group: str,
+        topic: str,
+        *,
+        replica: int,
+        replicas: int,
+        member: str = "",
+        elastic: bool = False,
     ) -> MemoryMembership:
         check_name("group", group)
         with self._store.changed:

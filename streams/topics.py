@@ -1,14 +1,16 @@
-"""Names and partitions of a run's topics (DESIGN §3)."""
+"""Names, partitions and groups of a run's topics (DESIGN §3). Runs may share a log, so every name holds the run's."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from streams.errors import UnknownTopic
 from streams.log import EventLog
 
 DATA_TOPICS = ("tasks", "trajectories", "rewards", "groups")
 SINGLE_TOPICS = ("ledger", "fleet", "metrics", "dead")
 ALL_TOPICS = DATA_TOPICS + SINGLE_TOPICS
+KEPT_TOPICS = ("ledger", "fleet")  # no retention ever applies: they are what the run is
 
 
 class Topics(NamedTuple):
@@ -29,10 +31,33 @@ class Topics(NamedTuple):
         """The bare word of a full topic name."""
         return topic[len(self.run) + 1 :] if topic.startswith(self.run + ".") else topic
 
-    def create(self, log: EventLog) -> None:
-        """Create every topic, or check that it is there with the right number of partitions.
+    def group(self, role: str) -> str:
+        """The name of a role's group of readers, for shares and hints: `<run>.<role>`."""
+        return f"{self.run}.{role}"
+
+    def role(self, group: str) -> str | None:
+        """The role of a group's name; None for a group of another run."""
+        role = group.removeprefix(self.run + ".")
+        return None if role == group or "." in role else role
+
+    def create(self, log: EventLog) -> list[str]:
+        """Create every topic, or check that it is there as it should be; returns the names of those that were made.
 
         A producer that would spread one group over two partitionings is refused here (TopicMismatch).
         """
+        before = log.topics()
         for word in ALL_TOPICS:
-            log.create_topic(self.name(word), self.count(word))
+            log.create_topic(self.name(word), self.count(word), kept=word in KEPT_TOPICS)
+        return [self.name(word) for word in ALL_TOPICS if self.name(word) not in before]
+
+    def check(self, log: EventLog) -> None:
+        """Raise UnknownTopic naming every topic that does not exist, or TopicMismatch for the first that is not as it
+        should be. Creates nothing."""
+        missing = []
+        for word in ALL_TOPICS:
+            try:
+                log.check_topic(self.name(word), self.count(word), kept=word in KEPT_TOPICS)
+            except UnknownTopic:
+                missing.append(self.name(word))
+        if missing:
+            raise UnknownTopic(f"the log has no topic {', '.join(missing)}")

@@ -42,10 +42,12 @@ SOON = timedelta(seconds=20)
 
 class Kind(NamedTuple):
     name: str
-    url: Callable[[Path], str]
+    url: Callable[[Path, str], str]  # of a folder, and of a broker's address for one that needs it
     settings: dict[str, Any] = {}  # noqa: RUF012
     processes: bool = False  # several processes can open it
     takes_clock: bool = False  # the `clock_ms` setting
+    needs_kafka: bool = False
+    claims: bool = False  # what is over `max_record_bytes` goes to files beside the log (streams/claims.py)
 
 
 class Backend(NamedTuple):
@@ -53,37 +55,64 @@ class Backend(NamedTuple):
 
     kind: Kind
     url: str
+    folder: Path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {**self.kind.settings, **({"claims": f"{self.folder}/claims"} if self.kind.claims else {})}
 
     def open(self, **settings: Any) -> EventLog:
-        return open_log(self.url, **{**self.kind.settings, **settings})
+        return open_log(self.url, **{**self.settings, **settings})
+
+
+def on_kafka(folder: Path, address: str) -> str:
+    """A prefix of the test's own on the broker that all tests share."""
+    return f"kafka://{address}/t{uuid.uuid4().hex[:10]}."
 
 
 KINDS = [
-    Kind("memory", lambda _: f"memory://{uuid.uuid4().hex}", takes_clock=True),
-    Kind("file", lambda folder: f"file://{folder}/log", processes=True, takes_clock=True),
+    Kind("memory", lambda folder, _: f"memory://{uuid.uuid4().hex}", takes_clock=True),
+    Kind("file", lambda folder, _: f"file://{folder}/log", processes=True, takes_clock=True),
     Kind(
         "file, small segments",
-        lambda folder: f"file://{folder}/log",
+        lambda folder, _: f"file://{folder}/log",
         {"segment_bytes": 4096},
         processes=True,
         takes_clock=True,
     ),
+    Kind(
+        "file, claim-checked",
+        lambda folder, _: f"file://{folder}/log",
+        {"max_record_bytes": 400},
+        processes=True,
+        takes_clock=True,
+        claims=True,
+    ),
+    Kind("kafka", on_kafka, processes=True, needs_kafka=True),
+    Kind("kafka, confluent", on_kafka, {"client": "confluent"}, processes=True, needs_kafka=True),
+    Kind("kafka, ingest process", on_kafka, {"ingest": "process"}, processes=True, needs_kafka=True),
 ]
+
+
+def new_backend(request: pytest.FixtureRequest, folder: Path) -> Backend:
+    kind: Kind = request.param
+    address = request.getfixturevalue("kafka") if kind.needs_kafka else ""
+    return Backend(kind, kind.url(folder, address), folder)
 
 
 @pytest.fixture(params=KINDS, ids=lambda kind: kind.name)
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
-    return Backend(request.param, request.param.url(tmp_path))
+    return new_backend(request, tmp_path)
 
 
 @pytest.fixture(params=[kind for kind in KINDS if kind.processes], ids=lambda kind: kind.name)
 def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
-    return Backend(request.param, request.param.url(tmp_path))
+    return new_backend(request, tmp_path)
 
 
 @pytest.fixture(params=[kind for kind in KINDS if kind.takes_clock], ids=lambda kind: kind.name)
 def clocked(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
-    return Backend(request.param, request.param.url(tmp_path))
+    return new_backend(request, tmp_path)
 
 
 @pytest.fixture
@@ -261,7 +290,7 @@ def test_an_append_of_nothing_is_refused(log: EventLog) -> None:
 
 
 def test_a_record_over_the_limit_is_refused_and_nothing_of_its_call_is_visible(backend: Backend) -> None:
-    with backend.open(max_record_bytes=1000) as log:
+    with backend.open(**{"max_claim_bytes" if backend.kind.claims else "max_record_bytes": 1000}) as log:
         log.create_topic("t", 1)
         future = log.submit("t", 0, [NewRecord(b"fits"), NewRecord(b"x" * 990, (("name", b"y" * 10),))])
         with pytest.raises(RecordTooLarge, match=r"1004 bytes.*1000"):
@@ -594,11 +623,17 @@ time.sleep(600)
 """
 
 
+# kafka-python reads its message schemas in a way that Python 3.11 calls deprecated
+WARNINGS = ["-W", "error"]
+for word in ("open_text", "read_text"):
+    WARNINGS += ["-W", f"ignore:{word} is deprecated:DeprecationWarning"]
+
+
 @contextmanager
 def child(backend: Backend, code: str, **argument: Any) -> Iterator[subprocess.Popen[str]]:
-    settings = json.dumps(backend.kind.settings)
+    settings = json.dumps(backend.settings)
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", CHILD + code, backend.url, settings, json.dumps(argument)],
+        [sys.executable, *WARNINGS, "-c", CHILD + code, backend.url, settings, json.dumps(argument)],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

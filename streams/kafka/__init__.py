@@ -1,0 +1,1 @@
+"""The log on Apache Kafka (`kafka://host:port`). Import `streams.open.open_log`, not this."""

@@ -1,0 +1,572 @@
+"""Appends on their way to Kafka: a lane for each partition, in order, every append with a deadline.
+
+    send ──► waiting ──────────────► handed to the client ──────► acknowledged
+               │ deadline              │ deadline
+               ▼                       ▼
+           never sent: nothing     its owner hears LogUnavailable, and the client goes on trying for as long again:
+           of it is visible        it may still land, but what comes after it in the lane never overtakes it
+
+Both clients sit behind this, so that both behave alike:
+  - An absent broker, a topic not looked up yet and a client that must be made anew never block a caller: the append
+    waits in its lane, and a worker thread, which lives as long as there is such work, does what blocks.
+  - Little is handed over at once (`window`). What an outage catches is therefore mostly unsent, and fails cleanly.
+  - A client that failed in a way that could break the order of what follows is thrown away and replaced (`Link`).
+  - The clock thread tells every append's owner in time, whatever the client is doing.
+
+`sent` is called on whatever thread found out; none of the locks here is held then.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from streams.errors import LogClosed, LogError, LogUnavailable, RecordTooLarge, UnknownTopic
+from streams.kafka.clients import Producer, Sent
+from streams.kafka.errors import LoginRefused, Refused
+from streams.kafka.security import who
+from streams.kafka.settings import KafkaSettings
+from streams.log import NewRecord, TopicPartition
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # how often the clock looks after appends that wait
+_SAY_S = 10.0  # a wait of that length is worth a line in the log, and again after as long
+_NAP_S = 0.2  # between two tries to reach a broker
+_SETTLE_S = 1.0  # for a failed client to say what became of everything that it was given
+_CLOSE_S = 1.0  # for a client to end
+_UNKNOWN_S = 2.0  # a new topic takes a moment to be known to every broker
+_LOGIN_S = 2.5  # a broker that is starting may refuse a login that it will take later
+_WEDGED_S = 5.0  # after which a client that should long have given an append up is given up itself
+_ALONE = 64  # appends that go one by one after the broker had refused several together
+
+
+class Append:
+    """One call of `send`. `size`: bytes that it takes in a batch, at most."""
+
+    __slots__ = ("count", "deadline", "place", "records", "sent", "since", "size", "told")
+
+    def __init__(
+        self, place: TopicPartition, records: Sequence[NewRecord], size: int, sent: Sent, deadline: float
+    ) -> None:
+        self.place, self.records, self.size, self.sent, self.deadline = place, records, size, sent, deadline
+        self.count = len(records)
+        self.since = time.monotonic()
+        self.told = False  # its owner knows how it ended
+
+    def __str__(self) -> str:
+        noun = "record" if self.count == 1 else "records"
+        return f"appending {self.count} {noun} to {self.place.topic}/{self.place.partition}"
+
+
+Done = Callable[[int, LogError | None], None]  # (offset of the first record, None) or (-1, error)
+
+
+class Link(abc.ABC):
+    """One connected client, used until it fails. No method but `learn` and `close` waits for the network."""
+
+    @abc.abstractmethod
+    def knows(self, place: TopicPartition) -> bool:
+        """Whether an append to it can be handed over."""
+
+    @abc.abstractmethod
+    def learn(self, place: TopicPartition) -> bool:
+        """Look the topic up, for about a second. False: the broker says that there is no such place. Raises
+        LogUnavailable when none answers, LogError."""
+
+    @abc.abstractmethod
+    def hand(self, append: Append, kind: int, done: Done) -> Callable[[], None]:
+        """Queue it in the client, after everything handed over before. `done` is called once, from any thread, but
+        by this one only in or after the returned function, which is called without locks. Raises LogError."""
+
+    def kind(self, append: Append, before: int | None) -> int:
+        """Appends of two kinds are never in the client at once, in one lane. `before`: the kind of what is in it."""
+        return 0
+
+    @abc.abstractmethod
+    def push(self) -> None:
+        """Send what lingers in the client."""
+
+    @abc.abstractmethod
+    def is_spoiled_by(self, error: LogError) -> bool:
+        """Whether this client must not be used after such an error of an append."""
+
+    @abc.abstractmethod
+    def broken(self) -> LogError | None:
+        """Why it will never work again, though no append has failed yet."""
+
+    @abc.abstractmethod
+    def close(self, timeout_s: float) -> None:
+        """Give up what it still has, without waiting for any broker. Not every `done` need be called."""
+
+
+class _Lane:
+    def __init__(self, place: TopicPartition) -> None:
+        self.place = place
+        self.waiting: deque[Append] = deque()
+        self.waiting_bytes = 0
+        self.handed: dict[Append, None] = {}  # in order
+        self.handed_bytes = 0
+        self.kind = 0  # of what is handed
+        self.alone = 0  # appends that must go without others
+        self.refused_together = False  # what is handed is failing, and it was several appends
+
+
+def batch_bytes(records: Sequence[NewRecord]) -> int:
+    """Bytes that these records take in a batch, at most (its header is not in it)."""
+    return sum(
+        40 + len(value) + sum(12 + 4 * len(name) + len(content) for name, content in headers)
+        for value, headers, _ in records
+    )
+
+
+class Lanes(Producer):
+    """Lifecycle: made (connects to nothing) → send, send, … → close. Safe to use from several threads.
+
+    `window`: bytes of one lane that may be in the client at once; a larger append goes alone.
+    `linger_s`: how long the first append of an idle lane waits for others, unless `gather` bytes are there.
+    """
+
+    def __init__(
+        self,
+        settings: KafkaSettings,
+        connect: Callable[[], Link],
+        *,
+        window: int,
+        linger_s: float = 0.0,
+        name: str = "bulk",
+    ) -> None:
+        self._settings = settings
+        self._connect = connect
+        self._window = window
+        self._linger_s = linger_s
+        self._gather = settings.batch_bytes
+        self._name = name
+        self._timeout_s = settings.delivery_timeout.total_seconds()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)  # something ended, or the producer was closed
+        self._alarm = threading.Condition(self._lock)  # for the clock
+        self._lanes: dict[TopicPartition, _Lane] = {}
+        self._link: Link | None = None
+        self._spoiled: Link | None = None  # to be replaced by the worker
+        self._culprit: TopicPartition | None = None  # where the spoiled one failed first
+        self._generation = 0  # of links: what an earlier one says is no longer heard
+        self._live = 0  # appends whose owner was not told yet
+        self._unsaid: deque[tuple[Append, int, LogError | None]] = deque()
+        self._unknown: set[TopicPartition] = set()
+        self._missing_since: dict[TopicPartition, float] = {}  # the worker's
+        self._why = ""  # the brokers cannot be reached
+        self._refused_since = 0.0
+        self._flushing = 0
+        self._worker: threading.Thread | None = None
+        self._clock: threading.Thread | None = None
+        self._wakes_at = 0.0
+        self._look_at = 0.0
+        self._said_at = 0.0
+        self._closed = False
+
+    # -- the interface
+
+    def send(
+        self, topic: str, partition: int, records: Sequence[NewRecord], sent: Sent, deadline: float
+    ) -> None:
+        append = Append(TopicPartition(topic, partition), records, batch_bytes(records), sent, deadline)
+        starts: list[Callable[[], None]] = []
+        with self._lock:
+            if self._closed:
+                self._live += 1
+                self._end(append, -1, LogClosed(f"{append}: the log was closed; open it again to go on"))
+            else:
+                self._live += 1
+                lane = self._lanes.get(append.place)
+                if lane is None:
+                    lane = self._lanes[append.place] = _Lane(append.place)
+                lane.waiting.append(append)
+                lane.waiting_bytes += append.size
+                self._hand_over(lane, starts)
+                self._look_at = min(self._look_at, append.deadline)
+                self._wake_at(min(append.deadline, append.since + _LOOK_S))
+        self._go_on(starts)
+
+    def flush(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        starts: list[Callable[[], None]] = []
+        with self._lock:
+            self._flushing += 1
+            for lane in self._lanes.values():
+                self._hand_over(lane, starts)
+            link = self._link
+        self._go_on(starts)
+        if link is not None:
+            link.push()
+        with self._lock:
+            self._changed.wait_for(
+                lambda: not self._live or self._closed, max(0.0, deadline - time.monotonic())
+            )
+            self._flushing -= 1
+
+    def close(self, timeout_s: float) -> None:
+        if not self._closed:
+            self.flush(timeout_s)
+        with self._lock:
+            self._closed = True
+            self._generation += 1
+            links = [link for link in (self._link, self._spoiled) if link is not None]
+            self._link = self._spoiled = None
+            for lane in self._lanes.values():
+                for append in lane.handed:
+                    self._end(append, -1, self._not_acknowledged(append, "when the log was closed"))
+                for append in lane.waiting:
+                    self._end(append, -1, self._not_sent(append, "when the log was closed"))
+            self._lanes.clear()
+            self._changed.notify_all()
+            self._alarm.notify()
+        self._go_on([])
+        for link in links:
+            link.close(_CLOSE_S)
+
+    # -- handing over; all with the lock held
+
+    def _hand_over(self, lane: _Lane, starts: list[Callable[[], None]]) -> None:
+        """Give the client what it may have of this lane."""
+        if not lane.waiting:
+            return
+        link = self._link
+        if link is None or not link.knows(lane.place):
+            self._unknown.add(lane.place)
+            self._ensure_worker()
+            return
+        now = time.monotonic()
+        while lane.waiting and self._may_go(lane, lane.waiting[0], link, now):
+            append = lane.waiting.popleft()
+            lane.waiting_bytes -= append.size
+            if append.deadline <= now:
+                self._end(append, -1, self._not_sent(append, self._within()))
+                continue
+            lane.kind = link.kind(append, lane.kind if lane.handed else None)
+            lane.alone -= lane.alone > 0
+            lane.handed[append] = None
+            lane.handed_bytes += append.size
+            try:
+                starts.append(link.hand(append, lane.kind, self._listener(lane, append)))
+            except LogError as error:
+                self._leave(lane, append)
+                self._end(append, -1, error)
+                if link.is_spoiled_by(error):
+                    self._spoil(lane.place, error)
+                    return
+            append.records = ()  # the client has its own copy
+        if lane.waiting and not lane.handed:
+            self._wake_at(lane.waiting[0].since + self._linger_s)
+
+    def _may_go(self, lane: _Lane, append: Append, link: Link, now: float) -> bool:
+        if lane.handed:
+            return (
+                not lane.alone
+                and lane.handed_bytes + append.size <= self._window
+                and link.kind(append, lane.kind) == lane.kind
+            )
+        return (
+            not self._linger_s
+            or self._flushing > 0
+            or lane.waiting_bytes >= self._gather
+            or now - append.since >= self._linger_s
+        )
+
+    def _listener(self, lane: _Lane, append: Append) -> Done:
+        generation = self._generation
+
+        def done(offset: int, error: LogError | None) -> None:
+            starts: list[Callable[[], None]] = []
+            with self._lock:
+                if generation != self._generation or append not in lane.handed:
+                    return
+                self._leave(lane, append)
+                if error is not None:
+                    error = self._judged(lane, append, error)
+                self._end(append, offset, error)
+                if not lane.handed:
+                    lane.refused_together = False
+                self._hand_over(lane, starts)
+                if self._spoiled is not None:
+                    self._changed.notify_all()
+            self._go_on(starts)
+
+        return done
+
+    def _leave(self, lane: _Lane, append: Append) -> None:
+        del lane.handed[append]
+        lane.handed_bytes -= append.size
+
+    def _judged(self, lane: _Lane, append: Append, error: LogError) -> LogError:
+        """What the owner of a failed append is told. Only the one who is at fault may hear that it is refused:
+        others, whom the client fails along with it, try again."""
+        culprit = self._culprit
+        if self._link is not None and self._link.is_spoiled_by(error):
+            self._spoil(lane.place, error)
+        if culprit is not None and culprit != lane.place:
+            return LogUnavailable(
+                f"{append}: the client was made anew after an error at {culprit.topic}/{culprit.partition}; it may "
+                "still be appended"
+            )
+        if isinstance(error, (Refused, RecordTooLarge)):
+            lane.refused_together = lane.refused_together or bool(lane.handed)
+            if lane.refused_together:
+                lane.alone = _ALONE
+                return LogUnavailable(
+                    f"{append}: sent together with others, of which one was refused ({error}); tried again, each goes "
+                    "alone"
+                )
+        return error
+
+    def _end(self, append: Append, offset: int, error: LogError | None) -> None:
+        """Its owner is to be told, once, by `_go_on`."""
+        if append.told:
+            if error is None:
+                logger.info("%s: done at last, offset %d, after LogUnavailable", append, offset)
+            return
+        append.told = True
+        append.records = ()
+        self._unsaid.append((append, offset, error))
+        self._live -= 1
+        if not self._live:
+            self._changed.notify_all()
+
+    def _go_on(self, starts: Sequence[Callable[[], None]]) -> None:
+        """What must be done without the lock."""
+        for start in starts:
+            start()
+        while True:
+            try:
+                append, offset, error = self._unsaid.popleft()
+            except IndexError:
+                return
+            try:
+                append.sent(offset, error)
+            except Exception:
+                logger.exception("%s: what was to be told its owner", append)
+
+    # -- the worker: everything that waits for the network
+
+    def _ensure_worker(self) -> None:
+        if self._worker is None and not self._closed:
+            self._worker = threading.Thread(
+                target=self._work, name=f"kafka-{self._name}-connect", daemon=True
+            )
+            self._worker.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                waiting = any(lane.waiting for lane in self._lanes.values())
+                if self._closed or (self._spoiled is None and not (waiting and self._unknown)):
+                    self._unknown.clear()
+                    self._worker = None
+                    return
+                link, unknown = self._link, sorted(self._unknown)
+            try:
+                if self._spoiled is not None:
+                    self._replace()
+                elif link is None:
+                    self._reconnect()
+                else:
+                    self._learn(link, unknown)
+            except Exception:
+                logger.exception("connecting to %s", ", ".join(self._settings.servers))
+                self._nap()
+
+    def _replace(self) -> None:
+        with self._lock:
+            self._changed.wait_for(
+                lambda: self._closed or not any(lane.handed for lane in self._lanes.values()), _SETTLE_S
+            )
+            link, self._spoiled, self._culprit = self._spoiled, None, None
+            self._generation += 1
+            for lane in self._lanes.values():
+                for append in lane.handed:
+                    self._end(
+                        append, -1, self._not_acknowledged(append, "by a client that had to be made anew")
+                    )
+                lane.handed.clear()
+                lane.handed_bytes = 0
+                lane.refused_together = False
+                if lane.waiting:
+                    self._unknown.add(lane.place)
+        self._go_on([])
+        if link is not None:
+            link.close(_CLOSE_S)
+
+    def _reconnect(self) -> None:
+        began = time.monotonic()
+        try:
+            link = self._connect()
+        except LogUnavailable as error:
+            self._why = str(error)
+            self._nap()
+            return
+        except LoginRefused as error:
+            self._refused_since = self._refused_since or began
+            self._why = str(error)
+            if time.monotonic() - self._refused_since >= min(_LOGIN_S, self._timeout_s / 2):
+                self._fail_waiting(error)
+            else:
+                self._nap()
+            return
+        except LogError as error:
+            self._fail_waiting(error)
+            return
+        starts: list[Callable[[], None]] = []
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._why, self._refused_since = "", 0.0
+                self._link = link
+                self._hand_over_all(starts)
+        self._go_on(starts)
+        if closed:
+            link.close(_CLOSE_S)
+
+    def _learn(self, link: Link, places: Sequence[TopicPartition]) -> None:
+        for place in places:
+            try:
+                if link.knows(place) or link.learn(place):
+                    self._missing_since.pop(place, None)
+                    continue
+                now = time.monotonic()
+                if now - self._missing_since.setdefault(place, now) >= _UNKNOWN_S:
+                    del self._missing_since[place]
+                    self._fail_waiting(self._unknown_topic(place), place)
+            except LogUnavailable as error:
+                self._why = str(error)
+                self._nap()
+                break
+            except LogError as error:
+                self._fail_waiting(error, place)
+        if self._missing_since:
+            self._nap()
+        starts: list[Callable[[], None]] = []
+        with self._lock:
+            self._hand_over_all(starts)
+        self._go_on(starts)
+
+    def _unknown_topic(self, place: TopicPartition) -> LogError:
+        return UnknownTopic(
+            f"Kafka knows no partition {place.partition} of a topic {self._settings.full(place.topic)!r}, or hides it "
+            f"from {who(self._settings.security)}; make it with `millstream topics CONFIG --create`"
+        )
+
+    def _hand_over_all(self, starts: list[Callable[[], None]]) -> None:
+        self._unknown.clear()  # what is still not known comes back
+        for lane in self._lanes.values():
+            self._hand_over(lane, starts)
+
+    def _fail_waiting(self, error: LogError, place: TopicPartition | None = None) -> None:
+        """Nothing of them was sent."""
+        with self._lock:
+            for lane in self._lanes.values():
+                if place is None or place == lane.place:
+                    for append in lane.waiting:
+                        self._end(append, -1, error)
+                    lane.waiting.clear()
+                    lane.waiting_bytes = 0
+        self._go_on([])
+
+    def _nap(self) -> None:
+        with self._lock:
+            self._changed.wait_for(lambda: self._closed, _NAP_S)
+
+    def _spoil(self, place: TopicPartition | None, error: LogError) -> None:
+        if self._link is None:
+            return
+        logger.warning("the Kafka client of %s topics is made anew: %s", self._name, error)
+        self._spoiled, self._link, self._culprit = self._link, None, place
+        self._ensure_worker()
+
+    # -- the clock
+
+    def _wake_at(self, due: float) -> None:
+        """See that the clock wakes by then."""
+        if self._clock is None:
+            self._wakes_at = due
+            self._clock = threading.Thread(target=self._tick, name=f"kafka-{self._name}-clock", daemon=True)
+            self._clock.start()
+        elif due < self._wakes_at:
+            self._wakes_at = due
+            self._alarm.notify()
+
+    def _tick(self) -> None:
+        while True:
+            starts: list[Callable[[], None]] = []
+            with self._lock:
+                now = time.monotonic()
+                if now < self._wakes_at:
+                    self._alarm.wait(min(self._wakes_at - now, 3600.0))
+                if self._closed:
+                    return
+                now = time.monotonic()
+                if now < self._wakes_at:
+                    continue  # only to sleep for less long
+                self._wakes_at = self._look(now) if self._live else float("inf")
+                if self._linger_s and self._link is not None:
+                    for lane in self._lanes.values():
+                        self._hand_over(lane, starts)
+            self._go_on(starts)
+
+    def _look(self, now: float) -> float:
+        """End what has had its time. Returns when to look again."""
+        if now < self._look_at:
+            return self._look_at
+        next_at, oldest, wedged = now + _LOOK_S, None, None
+        for lane in self._lanes.values():
+            expired = False
+            for append in lane.waiting:
+                if append.deadline <= now:
+                    expired = True
+                    self._end(append, -1, self._not_sent(append, self._within()))
+                elif not append.told:
+                    next_at = min(next_at, append.deadline)
+                    oldest = append if oldest is None or append.since < oldest.since else oldest
+            if expired:
+                lane.waiting = deque(append for append in lane.waiting if not append.told)
+                lane.waiting_bytes = sum(append.size for append in lane.waiting)
+            for append in lane.handed:
+                if append.told:
+                    if append.deadline + 2 * self._timeout_s + _WEDGED_S <= now:
+                        wedged = append
+                    continue
+                if append.deadline <= now:
+                    self._end(append, -1, self._not_acknowledged(append, self._within()))
+                else:
+                    next_at = min(next_at, append.deadline)
+                    oldest = append if oldest is None or append.since < oldest.since else oldest
+        broken = self._link.broken() if self._link is not None else None
+        if broken is None and wedged is not None:
+            broken = LogUnavailable(f"{wedged}: the client neither sends it nor gives it up")
+        if broken is not None:
+            self._spoil(None, broken)
+        if oldest is not None and now - oldest.since >= _SAY_S <= now - self._said_at:
+            self._said_at = now
+            logger.warning(
+                "%d appends wait for Kafka, one for %.0f s: %s",
+                self._live,
+                now - oldest.since,
+                self._why or f"{', '.join(self._settings.servers)} did not acknowledge them yet",
+            )
+        self._look_at = next_at
+        return next_at
+
+    def _within(self) -> str:
+        return f"within {self._timeout_s:g} s"
+
+    def _not_sent(self, append: Append, when: str) -> LogError:
+        why = self._why or f"{', '.join(self._settings.servers)} did not take what was before it"
+        return LogUnavailable(f"{append}: could not be sent {when}: {why}; nothing of it was appended")
+
+    def _not_acknowledged(self, append: Append, when: str) -> LogError:
+        return LogUnavailable(
+            f"{append}: {', '.join(self._settings.servers)} did not acknowledge it {when}; it may still be appended"
+        )
