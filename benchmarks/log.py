@@ -1,6 +1,8 @@
-"""How fast the embedded log is, beside a raw file written and read with the same bytes in the same run.
+"""How fast the logs are, beside raw files and bare Kafka clients that carry the same bytes in the same run.
 
-    python benchmarks/log.py [--quick] [--json] [--folder FOLDER]
+    python benchmarks/log.py [--kafka-only | --no-kafka] [--quick] [--json] [--folder FOLDER]
+
+The embedded log; Kafka's rows are explained in benchmarks/log_kafka.py:
 
     append   log.append per group, against write + fdatasync of the same groups into a raw file
     read     log.read from the first record to the last, against reads of 1 MiB of the same bytes
@@ -10,6 +12,10 @@
 
 Rounds of the two sides take turns and the ratio is the median of the rounds' ratios, because the speed of a
 disk changes by the second. The folder should lie on the disk in question (default: the current folder).
+
+Kafka's rows are measured on a broker that is started in that folder and ended with the run (it needs Java 17 and
+Maven), or on the one at MILLSTREAM_TEST_KAFKA=host:port. What cannot be measured says why in a row of its own, and
+what failed makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +36,9 @@ from statistics import median, quantiles
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import log_kafka  # noqa: E402
 
 from streams.embedded.log import EmbeddedLog  # noqa: E402
 from streams.log import NewRecord, TopicPartition  # noqa: E402
@@ -271,15 +280,10 @@ def idle_row(folder: Path, seconds: float, partitions: int) -> Row:
 # -- the table
 
 
-def rows(folder: Path, quick: bool) -> list[Row]:
+def rows(folder: Path, quick: bool, add: Callable[[Row], None]) -> None:
     rounds = 3 if quick else 7
     scale = 1 if quick else 4
     small, large = 4 << 20, 24 << 20
-    done: list[Row] = []
-
-    def add(row: Row) -> None:
-        done.append(row)
-
     cases = [(1 << 10, 64), (32 << 10, 1), (32 << 10, 16), (256 << 10, 16)]
     if not quick:
         cases += [(1 << 10, 1), (32 << 10, 64), (256 << 10, 1)]
@@ -296,26 +300,42 @@ def rows(folder: Path, quick: bool) -> list[Row]:
             add(latency_row(folder, "tail", fsync, size, 150 * scale, 0.01, 1, 1))
     add(latency_row(folder, "crowd", "group", 32 << 10, 480 * scale, 0.0, 4, 2))
     add(idle_row(folder, 1.0 * scale, 8))
-    return done
+
+
+def shown(row: Row) -> str:
+    figures = "  ".join(f"{name} {value}" for name, value in row.items() if name not in ("bench", "case"))
+    return f"{row['bench']:<7} {row['case']:<40} {figures}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="smaller, under 20 s")
+    parser.add_argument("--quick", action="store_true", help="smaller: 20 s, with Kafka 3 minutes")
     parser.add_argument("--json", action="store_true", help="one JSON list instead of the table")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="where to write; it is cleaned up")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--kafka-only", action="store_true", help="without the embedded log's own rows")
+    which.add_argument("--no-kafka", action="store_true", help="the embedded log alone")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the broker ends and the folder goes
+    done: list[Row] = []
+
+    def add(row: Row) -> None:
+        done.append(row)
+        if not options.json:
+            print(shown(row), flush=True)
+
     folder = Path(tempfile.mkdtemp(prefix="bench-log-", dir=options.folder))
     try:
-        done = rows(folder, options.quick)
+        add({"bench": "machine", "case": f"{os.cpu_count()} cores", "load": round(os.getloadavg()[0], 2)})
+        if not options.kafka_only:
+            rows(folder, options.quick, add)
+        if not options.no_kafka:
+            log_kafka.rows(folder, options.quick, add)
     finally:
         shutil.rmtree(folder)
     if options.json:
         print(json.dumps(done, indent=1))
-        return
-    for row in done:
-        figures = "  ".join(f"{name} {value}" for name, value in row.items() if name not in ("bench", "case"))
-        print(f"{row['bench']:<7} {row['case']:<34} {figures}")
+    sys.exit(any(row["case"] == "failed" for row in done))
 
 
 if __name__ == "__main__":

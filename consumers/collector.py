@@ -24,6 +24,7 @@ from datetime import timedelta
 from consumers.filters import Filter
 from consumers.lanes import Lanes
 from consumers.ledger import Ledger
+from consumers.losses import Losses, OnLost
 from consumers.outbox import Outbox
 from consumers.runner import (
     NEARLY,
@@ -33,12 +34,13 @@ from consumers.runner import (
     ProgressClock,
     Reader,
     Stop,
+    exit_code,
     now_ms,
     recover,
     stamp,
 )
 from streams import codec
-from streams.errors import OffsetOutOfRange
+from streams.errors import LogUnavailable, OffsetOutOfRange
 from streams.events import (
     Event,
     GroupCompleted,
@@ -57,6 +59,10 @@ from streams.ranges import as_ranges, from_ranges
 from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
+
+# Reasons that end the whole group at once. What is too large for the log is what is long: asking for it again until it
+# is short, or training the group without it, would teach the policy that long answers do not exist.
+WHOLE_GROUP = frozenset({"record_too_large"})
 
 Alive = Callable[[int], bool]  # does the owner of this partition give signs of life?
 
@@ -90,7 +96,9 @@ class _Lane:
     """One partition: both inputs, the open groups, the frontier."""
 
     def __init__(self, stage: Collector, partition: int) -> None:
-        place = recover(stage.log, stage.topics, "groups", partition, ["tasks", "rewards"])
+        place = recover(
+            stage.log, stage.topics, "groups", partition, ["tasks", "rewards"], losses=stage.losses
+        )
         self.partition = partition
         self.tasks = Inputs(place.positions["tasks"], place.reached["tasks"])
         self.rewards = Inputs(place.positions["rewards"], place.reached["rewards"])
@@ -147,6 +155,7 @@ class Collector:
         max_redispatch: int = 1,
         min_group_size: int | None = None,
         owner_alive: Alive = lambda partition: True,
+        on_lost: OnLost = "stop",
         replica: int = 0,
         replicas: int = 1,
         clock: Clock = now_ms,
@@ -159,6 +168,7 @@ class Collector:
         self.replica, self.replicas, self.clock, self.monotonic = replica, replicas, clock, monotonic
         self.name = f"collector-{replica}"
         self.reader = Reader(log, topics, self.name, clock)
+        self.losses = Losses(self.name, on_lost)
         self.ledger = Ledger(log, topics)
         self.counts: dict[str, int] = {"completed_total": 0, "duplicates_total": 0, "missing_total": 0}
         self._lanes: Lanes[_Lane] = Lanes(lambda partition: _Lane(self, partition))
@@ -171,30 +181,40 @@ class Collector:
         """Take this replica's share of the partitions."""
         self._lanes.join(
             self.log,
-            "collector",
+            self.topics.group("collector"),
             self.topics.name("rewards"),
             replica=self.replica,
             replicas=self.replicas,
+            member=self.name,
         )
 
-    def close(self) -> None:
-        """Wait a moment for what was sent, then give the share back."""
-        self._lanes.close()
+    def close(self) -> int:
+        """Wait a moment for what was sent, then give the share back. Returns how many events are not delivered."""
+        return self._lanes.close()
 
     def run(self, stop: Stop) -> int:
+        """0 when the run is finished or `stop()` is true; 1 if outcomes that were made could not be delivered."""
         self.start()
+        undelivered = 0
         try:
-            while not stop():
-                if self.round():
-                    self._patience.reset()
-                    continue
-                if self.ledger.finished is not None:
-                    return 0
-                self._patience.waiting(self._waits_for)
-                self.log.wait(self._watched(), timedelta(milliseconds=20 if self._lanes.is_sending else 100))
-            return 0
+            self._rounds(stop)
+        except LogUnavailable as error:
+            if not stop():
+                raise
+            logger.warning("%s: stopped while the log did not answer: %s", self.name, error)
         finally:
-            self.close()
+            undelivered = self.close()
+        return exit_code(self.name, 0 if self.ledger.finished is not None else undelivered)
+
+    def _rounds(self, stop: Stop) -> None:
+        while not stop():
+            if self.round():
+                self._patience.reset()
+                continue
+            if self.ledger.finished is not None:
+                return
+            self._patience.waiting(self._waits_for)
+            self.log.wait(self._watched(), timedelta(milliseconds=20 if self._lanes.is_sending else 100))
 
     def round(self) -> bool:
         """Read both inputs to the end, then judge what is late; True if anything moved."""
@@ -225,6 +245,8 @@ class Collector:
         return watched
 
     def _waits_for(self) -> str:
+        if not self._lanes:
+            return "a share of the partitions"
         missing = [
             f"{group.group_id}[{','.join(map(str, group.missing))}]"
             for lane in self._lanes.values()
@@ -235,7 +257,7 @@ class Collector:
 
     # -- input
     def _read(self, lane: _Lane, word: str, inputs: Inputs) -> bool:
-        batch = self.log.read(self.topics.name(word), lane.partition, inputs.read_to)
+        batch = self.losses.read(self.log, self.topics.name(word), lane.partition, inputs.read_to)
         outputs: list[Event] = []
         for record in batch.records:
             event = self.reader.decode(record)
@@ -256,7 +278,7 @@ class Collector:
 
     def _is_at_end(self, lane: _Lane, word: str, inputs: Inputs) -> bool:
         """Nothing that could still make a member come in time lies unread (a few records on their way do not count)."""
-        return self.log.end(self.topics.name(word), lane.partition) - inputs.read_to < NEARLY
+        return self.log.recent_end(self.topics.name(word), lane.partition) - inputs.read_to < NEARLY
 
     def _task(self, lane: _Lane, record: Record, event: TaskDispatched) -> None:
         first = event.first_offset < 0
@@ -322,6 +344,9 @@ class Collector:
     # -- outcomes
     def _missing(self, lane: _Lane, group: _OpenGroup, why: dict[int, str], detail: str) -> list[Event]:
         """Members without a verdict: ask again while attempts are left, else give them up."""
+        ends = WHOLE_GROUP.intersection(why.values())
+        if ends:
+            return [self._drop(lane, group, min(ends), detail[:500])]
         again: dict[int, list[int]] = {}
         for index, reason in why.items():
             attempt = group.attempts.get(index, 0)
@@ -452,9 +477,10 @@ class Collector:
         values["held"] = float(sum(len(lane.held) for lane in self._lanes.values()))
         values["dead_letters"] = float(self.reader.dead_letters)
         values["unknown_types"] = float(self.reader.unknown_types)
+        values["lost"] = float(self.losses.count)
         metrics = Metrics(source=self.name, values=values, at_ms=now)
         self.log.submit(self.topics.name("metrics"), 0, [codec.encode(metrics, producer=self.name)])
-        self.log.commit_hint("collector", self._watched())
+        self.log.commit_hint(self.topics.group("collector"), self._watched())
 
 
 def _member_of(event: RewardAssigned) -> Member:
@@ -474,8 +500,9 @@ def _member_of(event: RewardAssigned) -> Member:
 class Heartbeats:
     """Signs of life of engines and reward replicas, read from `metrics`: the owners of a partition.
 
-    Partition p belongs to replica p % replicas of each stage (streams.log.share). Until a stage has given its first
-    sign, it counts as not alive: nothing can be late before anybody works on it.
+    Partition p belongs to replica p % replicas of each stage (streams.log.share); where the log moves shares, to any
+    replica that lives, also one that was added later. Until a stage has given its first sign, it counts as not alive:
+    nothing can be late before anybody works on it.
     """
 
     def __init__(
@@ -489,15 +516,18 @@ class Heartbeats:
         self.log, self.topic = log, topics.name("metrics")
         self.stages, self.fresh_s = stages, fresh.total_seconds()
         self._position = log.end(self.topic, 0)
-        self._seen: dict[str, float] = {}
+        self._seen: dict[
+            str, float
+        ] = {}  # "<stage>-<replica>", and "<stage>" for whichever was the last → when
 
     def __call__(self, partition: int) -> bool:
         self._catch_up()
         now = time.monotonic()
-        return all(
-            now - self._seen.get(f"{stage}-{partition % replicas}", float("-inf")) <= self.fresh_s
+        owners = (
+            stage if self.log.moves_shares else f"{stage}-{partition % replicas}"
             for stage, replicas in self.stages.items()
         )
+        return all(now - self._seen.get(owner, float("-inf")) <= self.fresh_s for owner in owners)
 
     def _catch_up(self) -> None:
         try:
@@ -506,7 +536,6 @@ class Heartbeats:
             self._position = gone.start
             return
         for record in batch.records:
-            producer = record.header("by")
-            if producer is not None:
-                self._seen[producer.decode()] = time.monotonic()
+            producer = (record.header("by") or b"").decode()
+            self._seen[producer] = self._seen[producer.rpartition("-")[0]] = time.monotonic()
         self._position = batch.next_position

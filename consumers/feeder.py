@@ -20,12 +20,12 @@ dispatched first.
 from __future__ import annotations
 
 import logging
-from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 
 from consumers.dataset import BadRow, Dataset, Order, group_id
 from consumers.ledger import Ledger
-from consumers.outbox import append_patiently
+from consumers.losses import Losses, OnLost
+from consumers.outbox import append_patiently, settled
 from consumers.runner import (
     Clock,
     Patience,
@@ -38,7 +38,7 @@ from consumers.runner import (
 )
 from streams import codec
 from streams.codec import Known
-from streams.errors import ConfigError, LogFull, LogUnavailable
+from streams.errors import ConfigError, LogFull, LogUnavailable, OffsetOutOfRange
 from streams.events import (
     DataEnded,
     Event,
@@ -55,6 +55,7 @@ from streams.topics import Topics
 logger = logging.getLogger(__name__)
 
 TERMINAL = (GroupCompleted, GroupDropped)
+_APPEND = timedelta(seconds=60)  # of the log's own deadline for an append, a generous multiple
 
 
 class Feeder:
@@ -73,6 +74,7 @@ class Feeder:
         shuffle: bool = True,
         data_epochs: int | None = None,
         max_open_groups: int | None = None,
+        on_lost: OnLost = "stop",
         clock: Clock = now_ms,
         poll: timedelta = timedelta(milliseconds=100),
     ) -> None:
@@ -83,6 +85,7 @@ class Feeder:
         self.max_open_groups, self.clock, self.poll = max_open_groups, clock, poll
         self.ledger = Ledger(log, topics, limit=limit)
         self.reader = Reader(log, topics, "feeder", clock)
+        self.losses = Losses("feeder", on_lost)
         self.next_seq = 0
         self.holes: list[int] = []
         self.dispatched_total = 0
@@ -183,8 +186,10 @@ class Feeder:
         futures = {partition: self.log.submit(topic, partition, each) for partition, each in records.items()}
         for partition, future in futures.items():
             try:
-                future.result(60)
-            except (LogFull, LogUnavailable, FutureTimeout):
+                settled(future, f"feeder: an append to {topic}/{partition}", stop=self._stop, timeout=_APPEND)
+            except (LogFull, LogUnavailable):
+                if self._stop():
+                    raise
                 self._append("tasks", partition, records[partition])  # a copy that lands twice is passed over
         self.dispatched_total += len(sent)
         if self.total is not None and self.next_seq >= self.total and not self.holes and room > 0:
@@ -257,7 +262,7 @@ class Feeder:
         wrote = False
         topic = self.topics.name("groups")
         for partition, position in enumerate(self._positions):
-            batch = self.log.read(topic, partition, position)
+            batch = self.losses.read(self.log, topic, partition, position)
             for record in batch.records:
                 event = self.reader.decode(record)
                 if isinstance(event, TERMINAL):
@@ -313,9 +318,13 @@ class Feeder:
         return True
 
     def _first_dispatch(self, missing: MembersMissing, partition: int) -> TaskDispatched | None:
-        records = self.log.read(
-            self.topics.name("tasks"), partition, missing.task_offset, max_records=1
-        ).records
+        topic = self.topics.name("tasks")
+        try:
+            records = self.log.read(topic, partition, missing.task_offset, max_records=1).records
+        except OffsetOutOfRange as outside:
+            self.losses.position(topic, partition, wanted=missing.task_offset, start=outside.start)
+            made_again = self._task(missing.seq, ahead=0)  # its row says all that the record said
+            return made_again if isinstance(made_again, TaskDispatched) else None
         decoded = codec.decode(records[0]) if records else None
         event = decoded.event if isinstance(decoded, Known) else None
         if isinstance(event, TaskDispatched) and event.group_id == missing.group_id:
@@ -335,6 +344,7 @@ class Feeder:
         frontier = self.ledger.frontier
         seen: set[int] = set()
         first_open: list[int | None] = [None] * self.topics.partitions
+        removed: list[int] = []  # partitions whose records do not reach back to a time when all was closed
         for partition in range(self.topics.partitions):
             for record in records_backwards(self.log, self.topics.name("tasks"), partition):
                 event = task_event(record)
@@ -346,12 +356,16 @@ class Feeder:
                     first_open[partition] = record.offset
                 if event.next_seq <= frontier:
                     break
+            else:
+                removed += [partition] if self.log.start(self.topics.name("tasks"), partition) else []
         self.next_seq = max(self.next_seq, frontier)
         self.holes = [
             seq
             for seq in range(frontier, self.next_seq)
             if seq not in seen and not self.ledger.is_closed(seq)
         ]
+        if self.holes and removed:
+            self._lost_dispatches(removed[0])
         self._recover_groups(first_open)
         if self.next_seq:
             logger.info(
@@ -360,6 +374,12 @@ class Feeder:
                 self.open_groups,
                 len(self.holes),
             )
+
+    def _lost_dispatches(self, partition: int) -> None:
+        """Open groups whose dispatch is gone are dispatched anew, as holes are; only nobody may think all is well."""
+        topic = self.topics.name("tasks")
+        start = self.log.start(topic, partition)
+        self.losses.found(topic, partition, 0, start, len(self.holes), "so many groups without an outcome")
 
     def _recover_task(self, event: TaskDispatched | TaskSkipped, partition: int, seen: set[int]) -> None:
         if isinstance(event, TaskDispatched) and event.attempt:
@@ -402,7 +422,8 @@ class Feeder:
             "redispatched_total": float(self.redispatched_total),
             "unknown_types": float(self.reader.unknown_types),
             "dead_letters": float(self.reader.dead_letters),
+            "lost": float(self.losses.count),
         }
         metrics = Metrics(source="feeder", values=values, at_ms=now)
         self.log.submit(self.topics.name("metrics"), 0, [codec.encode(metrics, producer="feeder")])
-        self.log.commit_hint("feeder", self._watched())
+        self.log.commit_hint(self.topics.group("feeder"), self._watched())

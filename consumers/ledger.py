@@ -12,7 +12,7 @@ import logging
 from consumers.staleness import Lineage
 from streams import codec
 from streams.codec import Known
-from streams.errors import CodecError, SchemaTooNew
+from streams.errors import CodecError, RecordsLost, SchemaTooNew
 from streams.events import (
     BatchCut,
     CheckpointSaved,
@@ -49,8 +49,10 @@ class Ledger:
     """
 
     def __init__(self, log: EventLog, topics: Topics, *, limit: int = 0) -> None:
+        """Raises RecordsLost when the ledger does not begin at its beginning: half of it is another run's story."""
         self._log, self._topic = log, topics.name("ledger")
-        self.position = log.start(self._topic, 0)
+        self.position = 0
+        self._is_complete(log.start(self._topic, 0))
         self.run: RunStarted | None = None
         self.epoch = -1
         self.owner = ""  # who began that epoch: one incarnation of a trainer
@@ -69,13 +71,34 @@ class Ledger:
         self.unreadable = 0
         self.step = 0  # of the newest valid cut
         self._untrained_cuts: list[tuple[int, int, int]] = []  # (step, version, groups) not yet published
+        self._has_caught_up = False
+
+    def _is_complete(self, start: int) -> None:
+        if start:
+            raise RecordsLost(
+                f"{self._topic}: its first {start} records are gone, and with them what became of their groups; "
+                "nothing may remove ledger records (retention.ms and retention.bytes of this topic must be -1)",
+                *(self._topic, 0, 0, start, start),
+            )
 
     def catch_up(self, until: int | None = None) -> list[tuple[Record, Event]]:
-        """Fold everything up to the end (or up to `until`) and return the valid records just read."""
+        """Fold everything up to the end (or up to `until`) and return the valid records just read.
+
+        The first time the end is asked for, since a stage that recovers must not take a ledger whose records are
+        still on their way for an empty one. Later it is where a read finds nothing more: what this process has
+        appended is before that, and a record of another that comes a moment later is read in the next round.
+        """
         fresh: list[tuple[Record, Event]] = []
-        end = self._log.end(self._topic, 0) if until is None else until
-        while self.position < end:
-            batch = self._log.read(self._topic, 0, self.position, max_records=min(500, end - self.position))
+        if until is None and not self._has_caught_up:
+            fresh = self.catch_up(self._log.end(self._topic, 0))
+            self._has_caught_up = True
+        elif until is None:
+            self._log.recent_end(
+                self._topic, 0
+            )  # asks nobody, but a log that has not answered lately says so here
+        while until is None or self.position < until:
+            most = 500 if until is None else min(500, until - self.position)
+            batch = self._log.read(self._topic, 0, self.position, max_records=most)
             for record in batch.records:
                 event = self._decode(record)
                 if event is not None and self.apply(record.offset, event):

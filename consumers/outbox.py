@@ -105,6 +105,15 @@ class Outbox:
                 future = self.log.submit(self.topic, self.partition, records)
             self._sent.append((future, records, on_ack))
 
+    @property
+    def unacknowledged(self) -> int:
+        """Records of those appends, less what was acknowledged since the last poll()."""
+        return sum(
+            len(records)
+            for future, records, _ in self._sent
+            if not future.done() or future.exception() is not None
+        )
+
     def flush(self, timeout: timedelta) -> None:
         """Wait until everything is acknowledged. Raises LogUnavailable saying what is not."""
         deadline = time.monotonic() + timeout.total_seconds()
@@ -122,17 +131,39 @@ class Outbox:
             self.poll()
 
 
-def flush_all(outboxes: Iterable[Outbox], timeout: timedelta) -> None:
+def flush_all(outboxes: Iterable[Outbox], timeout: timedelta) -> int:
     """For a stage that ends: wait for all of them, no longer than `timeout` together.
 
-    What is not acknowledged by then is no loss: it is done again from the same inputs.
+    Returns the number of records that are not acknowledged by then. They are no loss, since they are made again from
+    the same inputs, but nobody may take them for delivered.
     """
     deadline = time.monotonic() + timeout.total_seconds()
+    undelivered = 0
     for outbox in outboxes:
         try:
             outbox.flush(timedelta(seconds=max(0.0, deadline - time.monotonic())))
         except LogError as error:
             logger.warning("%s; their inputs will be read again", error)
+            undelivered += outbox.unacknowledged
+    return undelivered
+
+
+def settled(future: Future[int], what: str, *, stop: Stop, timeout: timedelta) -> int:
+    """The result of an append that was submitted. Raises what it holds, and LogUnavailable when the time is over or
+    the stage is asked to stop first."""
+    began, said = time.monotonic(), False
+    while True:
+        try:
+            return future.result(_NAP_S)
+        except FutureTimeout:
+            if future.done():  # just now, or with this very error
+                return future.result()
+        waited = time.monotonic() - began
+        if stop() or waited >= timeout.total_seconds():
+            raise LogUnavailable(f"{what} is not acknowledged after {waited:.0f} s; it may still be appended")
+        if waited > _SAY_AGAIN_S and not said:
+            said = True
+            logger.warning("%s is not acknowledged after %.0f s", what, waited)
 
 
 def append_patiently(

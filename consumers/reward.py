@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from consumers.lanes import Lanes
+from consumers.losses import Losses, OnLost
 from consumers.outbox import Outbox
 from consumers.rewards.pool import NotScored, Outcome, Scored, ScoringPool
 from consumers.rewards.types import RewardInput
@@ -37,13 +38,14 @@ from consumers.runner import (
     ProgressClock,
     Reader,
     Stop,
+    exit_code,
     now_ms,
     recover,
     stamp,
     with_progress,
 )
 from streams import codec, columns
-from streams.errors import CodecError, InvalidEvent
+from streams.errors import CodecError, InvalidEvent, LogUnavailable
 from streams.events import Event, Metrics, RewardAssigned, RolloutFailed, ScoringFailed, TrajectoryFinished
 from streams.log import EventLog, Record, TopicPartition
 from streams.topics import Topics
@@ -58,7 +60,7 @@ class _Lane:
     """One partition: its place in the input, what is being scored, what is being appended."""
 
     def __init__(self, stage: RewardStage, partition: int) -> None:
-        place = recover(stage.log, stage.topics, "rewards", partition, ["trajectories"])
+        place = recover(stage.log, stage.topics, "rewards", partition, ["trajectories"], losses=stage.losses)
         self.partition = partition
         self.inputs = Inputs(place.positions["trajectories"], place.reached["trajectories"])
         self.position = place.positions["trajectories"]
@@ -95,6 +97,7 @@ class RewardStage:
         replica: int = 0,
         replicas: int = 1,
         max_in_flight: int = 512,
+        on_lost: OnLost = "stop",
         clock: Clock = now_ms,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,8 +107,12 @@ class RewardStage:
         self.clock, self.monotonic = clock, monotonic
         self.name = f"reward-{replica}"
         self.reader = Reader(log, topics, self.name, clock)
+        self.losses = Losses(self.name, on_lost)
         self.counts = {"scored_total": 0, "failed_total": 0, "duplicates_total": 0, "conflicts_total": 0}
-        self._lanes: Lanes[_Lane] = Lanes(lambda partition: _Lane(self, partition))
+        self._lanes: Lanes[_Lane] = Lanes(
+            lambda partition: _Lane(self, partition),
+            abandoned=lambda lane: pool.forget(future for future, _ in lane.pending),
+        )
         self._ledger_position = 0
         self._paused = self._finished = False
         self._verdict_came = threading.Event()
@@ -118,31 +125,41 @@ class RewardStage:
         """Take this replica's share of the partitions."""
         self._lanes.join(
             self.log,
-            "reward",
+            self.topics.group("reward"),
             self.topics.name("trajectories"),
             replica=self.replica,
             replicas=self.replicas,
+            member=self.name,
         )
         self._ledger_position = self.log.start(self.topics.name("ledger"), 0)
 
-    def close(self) -> None:
-        """Wait a moment for what was sent, then give the share back."""
-        self._lanes.close()
+    def close(self) -> int:
+        """Wait a moment for what was sent, then give the share back. Returns how many events are not delivered."""
+        return self._lanes.close()
 
     def run(self, stop: Stop) -> int:
+        """0 when the run is finished or `stop()` is true; 1 if verdicts that were made could not be delivered."""
         self.start()
+        undelivered = 0
         try:
-            while not stop():
-                if self.round():
-                    self._patience.reset()
-                    continue
-                if self._finished:
-                    return 0
-                self._patience.waiting(self._waits_for)
-                self._wait()
-            return 0
+            self._rounds(stop)
+        except LogUnavailable as error:
+            if not stop():
+                raise
+            logger.warning("%s: stopped while the log did not answer: %s", self.name, error)
         finally:
-            self.close()
+            undelivered = self.close()
+        return exit_code(self.name, 0 if self._finished else undelivered)
+
+    def _rounds(self, stop: Stop) -> None:
+        while not stop():
+            if self.round():
+                self._patience.reset()
+                continue
+            if self._finished:
+                return
+            self._patience.waiting(self._waits_for)
+            self._wait()
 
     def _wait(self) -> None:
         """For a verdict while samples are being scored (looking for new ones in between), else for the log."""
@@ -171,6 +188,8 @@ class RewardStage:
         return {TopicPartition(topic, p): lane.position for p, lane in self._lanes.items()}
 
     def _waits_for(self) -> str:
+        if not self._lanes:
+            return "a share of the partitions"
         held = sum(lane.n_held for lane in self._lanes.values())
         scoring = sum(len(lane.pending) for lane in self._lanes.values())
         return f"trajectories ({scoring} requests being scored, {held} members held for their groups)"
@@ -181,7 +200,7 @@ class RewardStage:
         if room <= 0:
             return False
         topic = self.topics.name("trajectories")
-        batch = self.log.read(topic, lane.partition, lane.position, max_records=min(room, 256))
+        batch = self.losses.read(self.log, topic, lane.partition, lane.position, max_records=min(room, 256))
         failures: list[tuple[int, ScoringFailed]] = []
         ready: list[tuple[int, TrajectoryFinished]] = []
         for record in batch.records:
@@ -256,7 +275,8 @@ class RewardStage:
     def _expire_held(self, lane: _Lane) -> None:
         """A group whose members never all come: its members fail by name, so the collector can judge."""
         limit = self.group_deadline.total_seconds()
-        behind = self.log.end(self.topics.name("trajectories"), lane.partition) - lane.position >= NEARLY
+        end = self.log.recent_end(self.topics.name("trajectories"), lane.partition)
+        behind = end - lane.position >= NEARLY
         lane.clock.tick(running=not (behind or self._paused or lane.outbox.stuck))
         for group, since in list(lane.held_since.items()):
             if lane.clock.seconds - since > limit and not behind:
@@ -346,9 +366,10 @@ class RewardStage:
         values["pending"] = float(sum(lane.in_flight for lane in self._lanes.values()))
         values["dead_letters"] = float(self.reader.dead_letters)
         values["unknown_types"] = float(self.reader.unknown_types)
+        values["lost"] = float(self.losses.count)
         metrics = Metrics(source=self.name, values=values, at_ms=now)
         self.log.submit(self.topics.name("metrics"), 0, [codec.encode(metrics, producer=self.name)])
-        self.log.commit_hint("reward", self._watched())
+        self.log.commit_hint(self.topics.group("reward"), self._watched())
 
 
 def _body_digest(event: TrajectoryFinished | RolloutFailed) -> bytes:

@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from consumers.losses import Losses
 from streams import codec
 from streams.codec import Known, Unknown
-from streams.errors import CodecError
+from streams.errors import CodecError, RecordTooLarge
 from streams.events import DeadLetter, Event, InputProgress, Progress, TaskDispatched, TaskSkipped
 from streams.log import EventLog, Record
 from streams.ranges import from_ranges
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 Clock = Callable[[], int]  # milliseconds since 1970
 Stop = Callable[[], bool]
 
+CUT_RAW_BYTES = 64 << 10  # of a record that is too large for a dead letter
 NEARLY = 64  # records: a stage this close to the end of its input is not behind
 
 
@@ -106,14 +108,25 @@ class Inputs:
 class Recovered(NamedTuple):
     """Where a stage goes on. `done` are its own outputs that may belong to inputs at or above the low waters."""
 
-    positions: dict[str, int]  # input topic word → low water (the input's start if there is no output yet)
+    positions: dict[str, int]  # input topic word → low water (0 if there is no output yet)
     finished: dict[str, set[int]]  # input topic word → finished offsets at or above the low water
     done: list[Event]  # oldest first
     reached: dict[str, int]  # input topic word → the furthest that any of those outputs had read
 
 
-def recover(log: EventLog, topics: Topics, output: str, partition: int, inputs: Sequence[str]) -> Recovered:
-    """Rebuild a stage's place in its inputs of one partition from its own output, and nothing else."""
+def recover(
+    log: EventLog,
+    topics: Topics,
+    output: str,
+    partition: int,
+    inputs: Sequence[str],
+    losses: Losses | None = None,
+) -> Recovered:
+    """Rebuild a stage's place in its inputs of one partition from its own output, and nothing else.
+
+    Raises RecordsLost when retention has removed inputs from that place on, unless `losses` let it continue.
+    """
+    losses = losses or Losses(f"the writer of {topics.name(output)}")
     starts = {word: log.start(topics.name(word), partition) for word in inputs}
     low: dict[str, int] | None = None
     finished: dict[str, set[int]] = {word: set() for word in inputs}
@@ -136,8 +149,18 @@ def recover(log: EventLog, topics: Topics, output: str, partition: int, inputs: 
         }
         done.append(event)
     done.reverse()
-    positions = {word: max(starts[word], (low or starts)[word]) for word in inputs}
+    why = "" if low is not None or not log.start(topics.name(output), partition) else _NO_PLACE
+    low = low or dict.fromkeys(inputs, 0)
+    positions = {
+        word: losses.position(
+            topics.name(word), partition, wanted=low[word], start=starts[word], done=finished[word], why=why
+        )
+        for word in inputs
+    }
     return Recovered(positions, finished, done, reached)
+
+
+_NO_PLACE = "at most, for its own output, which says where it was, was removed too"
 
 
 def records_backwards(log: EventLog, topic: str, partition: int, window: int = 256) -> Iterator[Record]:
@@ -212,7 +235,7 @@ class Reader:
         return decoded.event
 
     def refuse(self, record: Record, *, reason: str, detail: str) -> None:
-        """Write the record, whole, to `dead`. Returns once that is durable."""
+        """Write the record, whole if it fits, to `dead`. Returns once that is durable."""
         letter = DeadLetter(
             topic=record.topic,
             partition=record.partition,
@@ -224,7 +247,13 @@ class Reader:
             detail=detail[:2000],
             at_ms=self.clock(),
         )
-        self.log.append(self.topics.name("dead"), 0, [codec.encode(letter, producer=self.stage)])
+        try:
+            self.log.append(self.topics.name("dead"), 0, [codec.encode(letter, producer=self.stage)])
+        except (
+            RecordTooLarge
+        ):  # a record at the limit, and what the letter says of it: it must stop nobody all the same
+            cut = cut_letter(letter)
+            self.log.append(self.topics.name("dead"), 0, [codec.encode(cut, producer=self.stage)])
         self.dead_letters += 1
         logger.warning(
             "%s: refused %s/%d:%d: %s: %s",
@@ -237,8 +266,30 @@ class Reader:
         )
 
 
+def cut_letter(letter: DeadLetter) -> DeadLetter:
+    """A dead letter that is too large for the log, with the beginning of the record alone."""
+    raw = letter.raw[:CUT_RAW_BYTES]
+    detail = f"cut from {len(letter.raw)} bytes; {letter.detail}"
+    return msgspec.structs.replace(letter, raw=raw, detail=detail)
+
+
+_REASONS = {"SchemaTooNew": "schema_too_new", "OverCap": "over_cap", "ClaimLost": "claim_lost"}
+
+
 def _reason(error: CodecError) -> str:
-    return {"SchemaTooNew": "schema_too_new", "OverCap": "over_cap"}.get(type(error).__name__, "undecodable")
+    return _REASONS.get(type(error).__name__, "undecodable")
+
+
+def exit_code(who: str, undelivered: int) -> int:
+    """Of a stage that was asked to stop: 0, unless events that it had made are not in the log.
+
+    They are no loss: the next one makes them again from the same inputs. But nobody may take them for delivered.
+    """
+    if undelivered:
+        logger.error(
+            "%s: stopped with %d events undelivered; the next one makes them again", who, undelivered
+        )
+    return 1 if undelivered else 0
 
 
 class Patience:

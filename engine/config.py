@@ -28,8 +28,9 @@ from typing import Any
 
 import msgspec
 
-from engine.config_checks import ENV_REFERENCE, find_problems
+from engine.config_checks import ENV_REFERENCE, FILE_REFERENCE, find_problems, is_reference, looks_secret
 from engine.config_fields import get, has_mark, marked, replaced
+from engine.config_kafka import find_kafka_problems
 from engine.config_reader import ENV_PREFIX, Reader
 from engine.config_toml import dump_toml, show
 from engine.settings import Config, global_batch_size, groups_per_version, open_groups_cap, samples_per_step
@@ -107,7 +108,8 @@ def build_config(
         reader.override_from_option(item)
     config = _with_absolute_paths(reader.config())
     unread = {key for problem in reader.problems for key in problem.keys}
-    crossed = [problem for problem in find_problems(config) if unread.isdisjoint(problem.keys)]
+    found = (*find_problems(config), *find_kafka_problems(config))
+    crossed = [problem for problem in found if unread.isdisjoint(problem.keys)]
     problems = [problem.text for problem in (*reader.problems, *crossed)]
     if problems:
         head = f"{where}: " if len(problems) == 1 else f"{where}: {len(problems)} problems\n  "
@@ -132,11 +134,25 @@ def check_paths(config: Config) -> None:
 
 
 def secret(reference: str, key: str, environ: Mapping[str, str] | None = None) -> str:
-    """What `env:NAME` stands for. Raises ConfigError, naming `key` and NAME, when that is not set."""
+    """What `env:NAME` or `file:/path` stands for now; a file's last line break is no part of it.
+
+    Raises ConfigError, naming `key` and the place, when there is nothing.
+    """
+    shown = f"{key} = {show(reference)}"
+    if reference.startswith(FILE_REFERENCE):
+        try:
+            value = Path(reference.removeprefix(FILE_REFERENCE)).read_text(encoding="utf-8").rstrip("\r\n")
+        except OSError as error:
+            raise ConfigError(f"{shown}: that file cannot be read ({error.strerror})") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{shown}: that file is not text in UTF-8") from error
+        if not value:
+            raise ConfigError(f"{shown}: that file is empty")
+        return value
     name = reference.removeprefix(ENV_REFERENCE)
-    value = (os.environ if environ is None else environ).get(name)
+    value = (os.environ if environ is None else environ).get(name, "")
     if not value:
-        raise ConfigError(f"{key} = {show(reference)}: the environment variable {name} is not set")
+        raise ConfigError(f"{shown}: the environment variable {name} is not set")
     return value
 
 
@@ -144,15 +160,18 @@ def with_secrets(
     options: Mapping[str, Any], key: str, environ: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """A free-form table (`rollout.options`, `reward.options`) as its function needs it: references `env:NAME`, at
-    any depth, replaced by what they stand for. `key` is the table's own. Raises ConfigError as `secret` does."""
+    any depth, replaced by what they stand for, and `file:/path` where the option's name is that of a secret (elsewhere
+    it is the URL of a file). `key` is the table's own. Raises ConfigError as `secret` does."""
 
-    def opened(value: Any, where: str) -> Any:
+    def opened(value: Any, name: str, where: str) -> Any:
         if isinstance(value, Mapping):
-            return {name: opened(inner, f"{where}.{name}") for name, inner in value.items()}
-        is_reference = isinstance(value, str) and value.startswith(ENV_REFERENCE)
-        return secret(value, where, environ) if is_reference else value
+            return {inner: opened(value[inner], inner, f"{where}.{inner}") for inner in value}
+        is_secret = isinstance(value, str) and (
+            value.startswith(ENV_REFERENCE) or (looks_secret(name) and is_reference(value))
+        )
+        return secret(value, where, environ) if is_secret else value
 
-    return opened(options, key)
+    return opened(options, "", key)
 
 
 def without_overrides(environ: Mapping[str, str]) -> dict[str, str]:

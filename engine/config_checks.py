@@ -11,10 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from engine.config_fields import get, marked
 from engine.settings import Config, groups_per_version, open_groups_cap, samples_per_step
 
 REDACTED = "<redacted>"
-ENV_REFERENCE = "env:"  # a secret is written as env:NAME
+ENV_REFERENCE, FILE_REFERENCE = "env:", "file:"  # a secret is written as env:NAME or file:/path
+_REFERENCE_TO = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+")
 SECRET_NAME = re.compile(
     r"(^|_)(password|passwd|secret|credentials?|(api|access|secret|private)_?key|(api|auth|access|bearer)_?token)$",
     re.IGNORECASE,
@@ -29,6 +31,11 @@ class Problem(NamedTuple):
 def looks_secret(name: str) -> bool:
     """True for the name of an option that holds a secret, like `api_key` (and not `max_tokens`)."""
     return SECRET_NAME.search(name) is not None
+
+
+def is_reference(value: str) -> bool:
+    """True for `env:NAME` and `file:/path`: where a secret is, and not what it is."""
+    return _REFERENCE_TO.fullmatch(value) is not None
 
 
 def find_problems(config: Config) -> Iterator[Problem]:
@@ -78,21 +85,21 @@ def _log(config: Config) -> Iterator[Problem]:
         )
     elif parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         yield Problem(key, f'log.url = "{url}": needs an absolute path, as in file:///data/run/log')
-    elif parts.scheme == "kafka" and not parts.netloc:
-        yield Problem(key, f'log.url = "{url}": needs a broker, as in kafka://127.0.0.1:9092')
     elif parts.scheme not in ("file", "memory", "kafka"):
         yield Problem(key, f'log.url = "{url}": must start with file://, memory:// or kafka://')
-    if config.log.partitions < config.rollout.replicas:
+    for role, replicas in (("rollout", config.rollout.replicas), ("reward", config.reward.replicas)):
+        if config.log.partitions < replicas:
+            yield Problem(
+                ("log.partitions", f"{role}.replicas"),
+                f"log.partitions = {config.log.partitions} is below {role}.replicas = {replicas}: some replicas would "
+                f"own no partition; raise log.partitions to at least {replicas}",
+            )
+    if config.log.max_claim_bytes < config.log.max_record_bytes:
         yield Problem(
-            ("log.partitions", "rollout.replicas"),
-            f"log.partitions = {config.log.partitions} is below rollout.replicas = {config.rollout.replicas}: some "
-            f"replicas would own no partition; raise log.partitions to at least {config.rollout.replicas}",
-        )
-    kafka = config.log.kafka
-    if kafka.security_protocol.startswith("SASL") and not (kafka.sasl_username and kafka.sasl_password):
-        yield Problem(
-            ("log.kafka.security_protocol", "log.kafka.sasl_username", "log.kafka.sasl_password"),
-            f'log.kafka.security_protocol = "{kafka.security_protocol}" needs log.kafka.sasl_username and {_REFERENCE}',
+            ("log.max_claim_bytes", "log.max_record_bytes"),
+            f"log.max_claim_bytes = {config.log.max_claim_bytes} is below log.max_record_bytes = "
+            f"{config.log.max_record_bytes}: it limits what is too large for the log itself; raise the first or "
+            "lower the second",
         )
 
 
@@ -100,24 +107,25 @@ _REFERENCE = 'log.kafka.sasl_password = "env:NAME"'
 
 
 def _secrets(config: Config) -> Iterator[Problem]:
-    found: list[tuple[str, Any]] = [("log.kafka.sasl_password", config.log.kafka.sasl_password)]
+    found: list[tuple[str, Any]] = [(key, get(config, key)) for key, _ in marked("secret")]
     for prefix, options in (
         ("rollout.options", config.rollout.options),
         ("reward.options", config.reward.options),
     ):
         found += _secret_options(prefix, options)
     for key, value in found:
-        if value is None or re.fullmatch(r"env:[A-Za-z_][A-Za-z0-9_]*", value):
+        if value is None or is_reference(value):
             continue
         if value == REDACTED:
             yield Problem(
-                (key,), f'{key} = "{REDACTED}": the secret was not written here; set it to "env:NAME"'
+                (key,),
+                f'{key} = "{REDACTED}": the secret was not written here; set it to "env:NAME" or "file:/path"',
             )
         else:
             yield Problem(
                 (key,),
                 f"{key} = {REDACTED}: a secret must not stand in a configuration, which is copied to the run "
-                'directory; set it to "env:NAME" and put the secret in that environment variable',
+                'directory; set it to "env:NAME" and put the secret in that environment variable, or to "file:/path"',
             )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.config_checks import ENV_REFERENCE, REDACTED, looks_secret
+from engine.config_checks import REDACTED, is_reference, looks_secret
 from engine.config_fields import has_mark
 from engine.settings import Config, Section
 from streams.errors import ConfigError
@@ -17,8 +17,8 @@ from streams.errors import ConfigError
 def dump_toml(config: Config) -> str:
     """The effective configuration as TOML, which `load_config` reads back to an equal Config.
 
-    A secret that is not a reference `env:NAME` is written as a word that `load_config` refuses, so that this word
-    can never be taken for the secret itself.
+    A secret that is no reference (`env:NAME`, `file:/path`) is written as a word that `load_config` refuses, so that
+    this word can never be taken for the secret itself.
     """
     lines = ["# Effective configuration: every setting with the value in force."]
     for name in Config.__struct_fields__:
@@ -56,7 +56,7 @@ def _redacted(name: str, value: Any, is_secret: bool = False) -> Any:
         return {key: _redacted(key, inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_redacted(name, inner, is_secret) for inner in value]
-    if (is_secret or looks_secret(name)) and isinstance(value, str) and not value.startswith(ENV_REFERENCE):
+    if (is_secret or looks_secret(name)) and isinstance(value, str) and not is_reference(value):
         return REDACTED
     return value
 

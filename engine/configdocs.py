@@ -21,8 +21,8 @@ One TOML file; every command takes it, or a run directory in its place. An envir
 `MILLSTREAM__<section>__<key>` wins over the file, and `--set <section>.<key>=<value>` over both (`none` unsets).
 `millstream config CONFIG` prints what is then in force. Unknown keys and variables are refused.
 
-Relative paths are taken from the working directory. A secret is written as `env:NAME` and read from that environment
-variable when it is needed; it is never written to a file.
+Relative paths are taken from the working directory. A secret is written as `env:NAME` or `file:/path`; it is read from
+that environment variable or file when it is needed, and never written anywhere.
 
 Settings marked • say what the data of a run is and make up its fingerprint: a run directory is refused to a
 configuration that has another value for one of them. All others may change when a run is continued.

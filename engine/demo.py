@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,13 @@ def default_dir(task: str) -> Path:
     return Path("runs") / f"demo-{task}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+def kafka_url(run_dir: Path, servers: str) -> str:
+    """A log of the run's own on these brokers: the run directory's name stands before its topics, so that every demo
+    begins with an empty log and an interrupted one finds its own again."""
+    prefix = re.sub(r"[^A-Za-z0-9_-]", "-", run_dir.resolve().name)[-40:].lstrip("-")
+    return f"kafka://{servers}/{prefix}."
+
+
 def demo_config(
     task: Task,
     run_dir: Path,
@@ -48,12 +56,18 @@ def demo_config(
     max_steps: int | None = None,
     max_weight_staleness: int = 2,
     slow_tools: float = 0.0,
+    log_url: str = "",
     overrides: Sequence[str] = (),
 ) -> Config:
-    """The configuration of a demo run. `slow_tools` is the σ of the tools' lognormal latency; 0: no latency."""
+    """The configuration of a demo run. `slow_tools` is the σ of the tools' lognormal latency; 0: no latency.
+
+    With a `log_url` of Kafka there are two engines and two reward daemons, so that consumer groups have something to
+    share.
+    """
     use = task.recommended
     options: dict[str, Any] = {"slow_tools_sigma": slow_tools} if slow_tools else {}
     samples = use.rollout_batch_size * use.n_samples_per_prompt
+    replicas = 2 if log_url.startswith("kafka:") else 1
     # episodes that wait for tools cost nothing, so every group that admission allows may be under way
     concurrency = samples * (max_weight_staleness + 1) if slow_tools else samples
     table: dict[str, Any] = {
@@ -63,10 +77,11 @@ def demo_config(
             "seed": seed,
             "steps": use.num_steps if max_steps is None else max_steps,
         },
-        "log": {"partitions": 2},
+        "log": {"partitions": 2 * replicas, "url": log_url},
         "data": {"path": str(run_dir / "prompts.jsonl")},
         "model": {"path": str(run_dir / "model")},
         "rollout": {
+            "replicas": replicas,
             "generate": GENERATE[task.name],
             "n_samples_per_prompt": use.n_samples_per_prompt,
             "rollout_max_response_len": use.rollout_max_response_len,
@@ -74,7 +89,7 @@ def demo_config(
             "max_concurrency": concurrency,
             "options": options,
         },
-        "reward": {"function": "engine.demo:reward", "timeout_s": 10.0},
+        "reward": {"function": "engine.demo:reward", "timeout_s": 10.0, "replicas": replicas},
         "trainer": {
             "rollout_batch_size": use.rollout_batch_size,
             "lr": use.lr,

@@ -15,7 +15,8 @@ from engine.settings import Config
 from replay.progress import RunProgress
 from replay.summary import summary_of
 from replay.topics import columns
-from streams.errors import ConfigError
+from streams.errors import ConfigError, LogUnavailable
+from streams.log import EventLog
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,14 @@ def write_report(config: Config, title: str) -> str:
     """Write summary.json and curve.png into the run directory, from the log alone; returns the text to show."""
     run_dir = Path(config.run.dir)
     try:
-        log = common.open_for_reading(config)
+        return _written(common.open_for_reading(config), config, run_dir, title)
     except ConfigError as error:  # it ended before anything was written
         return f"{error}\n"
+    except LogUnavailable as error:
+        return f"no summary, for the log does not answer: {error}\n"
+
+
+def _written(log: EventLog, config: Config, run_dir: Path, title: str) -> str:
     with log:
         progress = RunProgress(log, common.topics_of(config))
         progress.catch_up()

@@ -5,6 +5,7 @@ Imports are inside the functions, so that a feeder or a collector never loads to
 
 from __future__ import annotations
 
+import logging
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ import msgspec
 from consumers.runner import Stop
 from engine.config import fingerprint, with_secrets
 from engine.interfaces import RolloutEngine, Sampling, TrainerBackend
+from engine.log_settings import log_settings
 from engine.settings import Config
-from streams.errors import ConfigError
+from streams.errors import ConfigError, LogUnavailable, TopicMismatch, UnknownTopic
 from streams.log import EventLog
 from streams.open import open_log
+from streams.patient import PatientLog
 from streams.topics import Topics
 
 if TYPE_CHECKING:
@@ -25,45 +28,101 @@ if TYPE_CHECKING:
     from consumers.rewards.pool import ScoringPool
     from engine.rollout.generate import Generate
 
+logger = logging.getLogger(__name__)
+
 ROLES = ("feeder", "rollout", "reward", "collector", "trainer", "evaluator")
 
 
-def serve(role: str, config: Config, *, replica: int, replicas: int, stop: Stop) -> int:
-    """Run one daemon until the run is finished or `stop()` is true; returns its exit code."""
+def serve(
+    role: str, config: Config, *, replica: int, replicas: int, stop: Stop, interrupted: Stop | None = None
+) -> int:
+    """Run one daemon until the run is finished or `stop()` is true; returns its exit code.
+
+    An outage of the log is waited for, until `interrupted()` (default: `stop`). Raises LogUnavailable when the daemon
+    was asked to stop and something that it had sent is not in the log, with the number of records.
+    """
     if role not in ROLES:
         raise ConfigError(f"no role {role!r}; known: {', '.join(ROLES)}")
+    member, interrupted = f"{role}-{replica}", interrupted or stop
+    log = open_run_log(config, role=role, member=member, interrupted=interrupted)
+    gauges = (topics_of(config).name("metrics"),)
+    with PatientLog(log, interrupted, who=member, expendable=gauges) as patient:
+        try:
+            have_topics(config, patient)
+            return _run(role, config, patient, replica, replicas, stop)
+        except LogUnavailable as error:
+            if not interrupted():
+                raise
+            logger.warning("%s: stopped while the log did not answer: %s", member, error)
+            return 0
+
+
+def _run(role: str, config: Config, log: EventLog, replica: int, replicas: int, stop: Stop) -> int:
     topics = topics_of(config)
-    with open_run_log(config) as log:
-        topics.create(log)
-        if role == "feeder":
-            return _feeder(config, log, topics, stop)
-        if role == "reward":
-            return _reward(config, log, topics, replica, replicas, stop)
-        if role == "collector":
-            return _collector(config, log, topics, replica, replicas, stop)
-        if role == "trainer":
-            return _trainer(config, log, topics, stop)
-        if role == "rollout":
-            return _rollout(config, log, topics, replica, replicas, stop)
-        return _evaluator(config, log, topics, stop)
+    if role == "feeder":
+        return _feeder(config, log, topics, stop)
+    if role == "reward":
+        return _reward(config, log, topics, replica, replicas, stop)
+    if role == "collector":
+        return _collector(config, log, topics, replica, replicas, stop)
+    if role == "trainer":
+        return _trainer(config, log, topics, stop)
+    if role == "rollout":
+        return _rollout(config, log, topics, replica, replicas, stop)
+    return _evaluator(config, log, topics, stop)
+
+
+def have_topics(config: Config, log: EventLog) -> None:
+    """Make the topics of an embedded log; on Kafka, where that is an act of its own, check that they are there.
+
+    Raises ConfigError naming what is missing or not as the run needs it: no restart can help.
+    """
+    topics = topics_of(config)
+    try:
+        if config.log.url.startswith("kafka:"):
+            topics.check(log)
+        else:
+            topics.create(log)
+    except UnknownTopic as error:
+        raise ConfigError(
+            f"{error} ({config.log.url}); make the run's topics with: millstream topics {config.run.dir} --create"
+        ) from error
+    except TopicMismatch as error:
+        raise ConfigError(f"{error}; change the topic, or choose another run.name or log.url") from error
+
+
+def create_topics(config: Config, stop: Stop = lambda: False) -> None:
+    """Make the run's topics, or check those that are there; a log that does not answer is waited for until `stop()`.
+
+    Raises ConfigError for a topic that is there and not as the run needs it, and LogUnavailable once stopped.
+    """
+    with PatientLog(open_run_log(config, interrupted=stop), stop, who=config.run.name) as log:
+        try:
+            made = topics_of(config).create(log)
+        except TopicMismatch as error:
+            raise ConfigError(f"{error}; change the topic, or choose another run.name or log.url") from error
+    if made:
+        logger.info("made %d topics: %s", len(made), ", ".join(made))
 
 
 def topics_of(config: Config) -> Topics:
     return Topics(config.run.name, config.log.partitions)
 
 
-def open_run_log(config: Config, *, readonly: bool = False) -> EventLog:
-    """The run's log. `readonly` promises that looking changes nothing."""
-    if not config.log.url.startswith("file:"):
-        return open_log(config.log.url)
-    if readonly:
-        return open_log(config.log.url, readonly=True)
-    return open_log(
-        config.log.url,
-        fsync=config.log.fsync,
-        segment_bytes=config.log.segment_bytes,
-        max_record_bytes=config.log.max_record_bytes,
-    )
+def open_run_log(
+    config: Config,
+    *,
+    readonly: bool = False,
+    role: str = "",
+    member: str = "",
+    interrupted: Stop = lambda: False,
+) -> EventLog:
+    """The run's log. `readonly` promises that looking changes nothing.
+
+    `role` and `member` name the daemon that opens it; `interrupted` ends every wait for a broker.
+    """
+    settings = log_settings(config, readonly=readonly, role=role, member=member, interrupted=interrupted)
+    return open_log(config.log.url, **settings)
 
 
 def _feeder(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
@@ -82,6 +141,7 @@ def _feeder(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
         seed=config.run.seed,
         shuffle=data.shuffle,
         data_epochs=data.epochs,
+        on_lost=config.log.on_lost,
     )
     try:
         return feeder.run(stop)
@@ -126,6 +186,7 @@ def _reward(config: Config, log: EventLog, topics: Topics, replica: int, replica
             with_ids=config.reward.function not in BUILT_INS,  # built-ins look at the text alone
             replica=replica,
             replicas=replicas,
+            on_lost=config.log.on_lost,
         )
         return stage.run(stop)
     finally:
@@ -147,7 +208,10 @@ def _collector(config: Config, log: EventLog, topics: Topics, replica: int, repl
         member_deadline=timedelta(seconds=settings.member_deadline_s),
         max_redispatch=settings.max_redispatch,
         min_group_size=settings.min_group_size,
-        owner_alive=Heartbeats(log, topics, {"rollout": config.rollout.replicas, "reward": 1}),
+        owner_alive=Heartbeats(
+            log, topics, {"rollout": config.rollout.replicas, "reward": config.reward.replicas}
+        ),
+        on_lost=config.log.on_lost,
         replica=replica,
         replicas=replicas,
     )
@@ -175,6 +239,7 @@ def _trainer(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
         checkpoint_keep_last=config.checkpoint.keep_last,
         checkpoint_keep_every=config.checkpoint.keep_every,
         max_bad_steps=config.trainer.max_bad_steps,
+        on_lost=config.log.on_lost,
     )
     store = WeightStore(run_dir / "weights", keep=config.weights.keep)
     trainer = Trainer(log, topics, _trainer_backend(config), store, settings, run_dir / "checkpoints")
@@ -290,6 +355,7 @@ def _rollout(config: Config, log: EventLog, topics: Topics, replica: int, replic
         logprob_format=rollout.logprob_format,
         apply_chat_template=config.data.apply_chat_template,
         seed=config.run.seed,
+        on_lost=config.log.on_lost,
     )
     return worker.run(stop)
 

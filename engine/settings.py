@@ -4,7 +4,7 @@ The structs are frozen and know nothing of files; `engine.config` reads and writ
 judges how they go together, and docs/configuration.md is generated from them by `engine.configdocs`.
 Three kinds of setting carry a mark in their `doc(...)`:
   `run_data`  part of the run's fingerprint: with another value, what the log holds would be another run's data
-  `secret`    must be a reference `env:NAME`, so that no secret is ever written to a file
+  `secret`    must be a reference `env:NAME` or `file:/path`, so that no secret is ever written by us
   `path`      a local path: absolute once loaded, and it moves along with a run directory that is moved
 
 A setting that may be left unset is `| None` and has None as its default, because TOML has no word for None.
@@ -15,6 +15,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
+
+from streams.checks import MAX_CLAIM_BYTES, MAX_RECORD_BYTES, MOST_CLAIM_BYTES
 
 FUNCTION_PATH = r"^[A-Za-z_][A-Za-z0-9_]*((\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*)?$"
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"  # it starts the names of topics, so this is what Kafka allows
@@ -54,7 +56,12 @@ class RunConfig(Section, frozen=True):
         str, doc("Name of the run; its topics are called `<name>.<topic>`.", run_data=True, pattern=RUN_NAME)
     ] = "run"
     dir: Annotated[
-        str, doc("Run directory: log, weights, checkpoints, summary, effective configuration.", path=True)
+        str,
+        doc(
+            "Run directory: log (the embedded one), weights, checkpoints, claims, summary, effective configuration. On "
+            "several machines it must be a folder that all of them share, also when the log is Kafka.",
+            path=True,
+        ),
     ] = "runs/run"
     seed: Annotated[int, doc("Seed of data order, sampling and initial weights.", run_data=True, ge=0)] = 0
     steps: Annotated[
@@ -67,33 +74,96 @@ class RunConfig(Section, frozen=True):
 
 
 class KafkaConfig(Section, frozen=True):
-    """How to reach Apache Kafka; read only when `log.url` starts with `kafka://`, which this version refuses."""
+    """How to reach Apache Kafka; read only when `log.url` starts with `kafka://`.
+
+    `millstream config CONFIG` shows what the client libraries are given in the end.
+    """
 
     client: Annotated[
         Literal["kafka-python", "confluent"],
         doc("Client library: `kafka-python` (extra `kafka`) or `confluent` (extra `kafka-fast`)."),
     ] = "kafka-python"
+    ingest: Annotated[
+        Literal["auto", "thread", "process"],
+        doc(
+            "Where records are fetched and parsed: in a thread, or in a process of its own that does not fight for "
+            "the interpreter lock; `auto`: a process for the trainer with `kafka-python`, else a thread."
+        ),
+    ] = "auto"
     security_protocol: Annotated[
         Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"],
         doc("Encryption and login of the connection."),
     ] = "PLAINTEXT"
     sasl_mechanism: Annotated[
-        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"], doc("How to log in, with a SASL protocol.")
+        Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512", "OAUTHBEARER"],
+        doc("How to log in, with a SASL protocol."),
     ] = "SCRAM-SHA-512"
-    sasl_username: Annotated[str | None, doc("User to log in as, with a SASL protocol.")] = None
+    sasl_username: Annotated[str | None, doc("User to log in as (PLAIN and SCRAM).")] = None
     sasl_password: Annotated[
+        str | None, doc("Password (PLAIN and SCRAM), as `env:NAME` or `file:/path`.", secret=True)
+    ] = None
+    sasl_oauth_token: Annotated[
         str | None,
         doc(
-            "Password, as `env:NAME`: it is read from that environment variable and never written.",
+            "Bearer token (OAUTHBEARER), as `env:NAME` or `file:/path`; a file is read again for each login, so that "
+            "it may be renewed.",
             secret=True,
         ),
     ] = None
     ssl_cafile: Annotated[
-        str | None, doc("Certificates that the broker's is checked against.", path=True)
+        str | None,
+        doc("Certificates that the broker's is checked against; unset: the system's.", path=True),
     ] = None
+    ssl_certfile: Annotated[
+        str | None, doc("Own certificate, where the broker asks for one (mutual TLS).", path=True)
+    ] = None
+    ssl_keyfile: Annotated[str | None, doc("Its private key; unset: in `ssl_certfile`.", path=True)] = None
+    ssl_key_password: Annotated[
+        str | None, doc("Password of that key, as `env:NAME` or `file:/path`.", secret=True)
+    ] = None
+    ssl_check_hostname: Annotated[
+        bool, doc("Whether the broker's certificate must be for the host that was connected to.")
+    ] = True
     replication_factor: Annotated[
-        int, doc("Copies of each topic that the broker keeps.", unit="brokers", ge=1)
+        int,
+        doc("Copies of each topic that the brokers keep; on a cluster 3.", unit="brokers", ge=1, le=32767),
     ] = 1
+    min_insync_replicas: Annotated[
+        PositiveInt | None,
+        doc(
+            "Copies that must have a record before it counts as written; on a cluster 2. Unset: as the broker has it.",
+            unit="brokers",
+        ),
+    ] = None
+    bytes_in_flight: Annotated[
+        int,
+        doc(
+            "Most that one daemon holds of what it has sent and the broker has not acknowledged; then it waits.",
+            unit="bytes",
+            ge=1 << 20,
+        ),
+    ] = 64 << 20
+    request_timeout_s: Annotated[
+        float, doc("Time for one request to a broker before it is tried again.", unit="s", ge=1)
+    ] = 10.0
+    delivery_timeout_s: Annotated[
+        float,
+        doc(
+            "Time for an append, over all its tries, after which the stage is told and keeps it to send it again.",
+            unit="s",
+            ge=1,
+        ),
+    ] = 30.0
+    session_timeout_s: Annotated[
+        float,
+        doc(
+            "Silence after which a daemon's partitions go to the others of its role; the broker allows 6 to 1800 by "
+            "default.",
+            unit="s",
+            ge=6,
+            le=1800,
+        ),
+    ] = 10.0
 
 
 class LogConfig(Section, frozen=True):
@@ -102,8 +172,9 @@ class LogConfig(Section, frozen=True):
     url: Annotated[
         str,
         doc(
-            "`file:///path` (embedded), `memory://` (one process, for tests) or `kafka://host:port` (not in this "
-            "version); empty: `<run.dir>/log`."
+            "`file:///path` (embedded), `memory://` (one process, for tests) or "
+            "`kafka://host:port[,host:port…][/PREFIX]`, where PREFIX stands before the names of all topics and groups; "
+            "empty: `<run.dir>/log`."
         ),
     ] = ""
     partitions: Annotated[
@@ -122,12 +193,48 @@ class LogConfig(Section, frozen=True):
         int, doc("Size at which the embedded log starts a new segment file.", unit="bytes", ge=4096)
     ] = 64 << 20
     retention_bytes: Annotated[
-        PositiveInt | None, doc("Most that one partition keeps; unset: everything.", unit="bytes")
+        PositiveInt | None,
+        doc(
+            "On Kafka: most that one partition of a topic keeps, but `ledger` and `fleet`, which keep all; unset: "
+            "everything. A run cannot outlive it, and the embedded log, which keeps everything, refuses it.",
+            unit="bytes",
+        ),
     ] = None
     retention_s: Annotated[
-        PositiveFloat | None, doc("Age at which segments may be removed; unset: never.", unit="s")
+        PositiveFloat | None,
+        doc(
+            "On Kafka: age at which records of a topic may be removed, but of `ledger` and `fleet`; unset: never. It "
+            "must be longer than any pause of the run, and than the time between two checkpoints. The embedded log "
+            "refuses it.",
+            unit="s",
+        ),
     ] = None
-    max_record_bytes: Annotated[int, doc("Largest record that is accepted.", unit="bytes", ge=1024)] = 8 << 20
+    on_lost: Annotated[
+        Literal["stop", "continue"],
+        doc(
+            "What a stage does when retention has removed records that it had not read: fail and say which, or go on "
+            "with the oldest that is left and count them (metric `lost`)."
+        ),
+    ] = "stop"
+    max_record_bytes: Annotated[
+        int,
+        doc(
+            "Largest record that goes to the log as it is; what is larger goes to a file in `<run.dir>/claims`, which "
+            "all machines of the run must share. On Kafka no more than its topics' `max.message.bytes` allow.",
+            unit="bytes",
+            ge=1024,
+            le=64 << 20,
+        ),
+    ] = MAX_RECORD_BYTES
+    max_claim_bytes: Annotated[
+        int,
+        doc(
+            "Largest record of all; the group of a larger sample is dropped (`record_too_large`).",
+            unit="bytes",
+            ge=1024,
+            le=MOST_CLAIM_BYTES,
+        ),
+    ] = MAX_CLAIM_BYTES
     kafka: Annotated[KafkaConfig, doc("Connection to Kafka.")] = KafkaConfig()
 
 
@@ -255,10 +362,14 @@ class RewardConfig(Section, frozen=True):
             pattern=FUNCTION_PATH,
         ),
     ] = ""
+    replicas: Annotated[
+        int, doc("Reward daemons; each takes a share of the partitions.", unit="processes", ge=1)
+    ] = 1
     workers: Annotated[
         int,
         doc(
-            "Processes that score at a time; 0: inside the reward daemon, without deadlines, for trusted rules only.",
+            "Processes of one daemon that score at a time; 0: inside the daemon itself, without deadlines, for trusted "
+            "rules only.",
             unit="processes",
             ge=0,
         ),

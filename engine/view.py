@@ -26,12 +26,15 @@ from engine.commands import common
 from engine.launch.local import LocalLauncher, Outcome
 from engine.settings import Config
 from replay.progress import RunProgress
+from streams.errors import LogUnavailable
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 DRAW_EVERY_S = 0.5
 SAY_EVERY_S = 5.0  # plain lines
+LOOK_S = 5.0  # for one look into a log that may not answer
+SILENT_EVERY_S = 10.0  # and from one such look to the next
 RECENT_STEPS = 20  # over which staleness and speed are shown
 FRUITLESS_BATCHES = 4  # so many batches of dropped groups without one step are worth a warning
 TOPIC_OF_REASON = (("task_", "groups"), ("reward_", "rewards"), ("rollout_", "trajectories"))
@@ -45,7 +48,9 @@ def watch(
     """Supervise a run to its end with something to look at; everything is ended when this returns."""
     show = _Plain(config) if plain or not sys.stderr.isatty() else _Terminal(config, title or config.run.name)
     try:
-        launcher.start()
+        if not launcher.start(stop):
+            return Outcome(130, "interrupted")
+        show.stop = stop
         with show:
             while True:
                 outcome = launcher.poll()
@@ -68,6 +73,9 @@ class _Follower:
         self._log = None
         self._due = 0.0
         self._warned = False
+        self.stop: Callable[[], bool] = lambda: False
+        self._give_up_at = 0.0  # when this look has taken long enough
+        self._is_silent = False  # the log does not answer
 
     def __enter__(self):
         return self
@@ -81,12 +89,31 @@ class _Follower:
         now = time.monotonic()
         if now < self._due and not done:
             return
-        self._due = now + self._every_s
+        self._give_up_at = now + LOOK_S
+        try:
+            self._look()
+        except LogUnavailable as error:
+            self._say_silent(error)
+        else:
+            self._is_silent = False
+            self._due = time.monotonic() + self._every_s
+
+    def _look(self) -> None:
         progress = self._follow()
         if progress is not None:
             progress.catch_up()
             self._warn_once(progress)
             self.show(progress)
+
+    def _say_silent(self, error: LogUnavailable) -> None:
+        """The daemons wait for it by themselves; looking less often, the supervisor has its time for them."""
+        if not self._is_silent:
+            logger.warning("the log does not answer within %g s, so the view stands still: %s", LOOK_S, error)
+        self._is_silent = True
+        self._due = time.monotonic() + SILENT_EVERY_S
+
+    def _is_enough(self) -> bool:
+        return self.stop() or time.monotonic() > self._give_up_at
 
     def _warn_once(self, progress: RunProgress) -> None:
         """A run that drops all it makes would go on for ever, and looks busy."""
@@ -98,10 +125,9 @@ class _Follower:
     def _follow(self) -> RunProgress | None:
         if self._progress is None:
             topics = common.topics_of(self._config)
-            folder = common.log_folder(self._config)
-            if folder is not None and not folder.is_dir():
+            if not common.has_log(self._config):
                 return None
-            self._log = common.open_for_reading(self._config)
+            self._log = self._log or common.open_for_reading(self._config, interrupted=self._is_enough)
             if topics.name("ledger") not in self._log.topics():
                 self._log.close()
                 self._log = None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from replay.ledger import LedgerReader
 from replay.records import TopicReader, entries
-from replay.topics import PartitionRow, partition_rows
+from replay.topics import waiting
 from streams.events import Metrics, RewardAssigned, TaskDispatched
 from streams.log import EventLog
 from streams.topics import Topics
@@ -125,13 +125,8 @@ class RunProgress:
 
     def queues(self) -> dict[str, int]:
         """Records that wait before each stage, by the positions that it last hinted."""
-        rows = partition_rows(self._log, self._topics)
-        return {stage: _waiting(rows, self._topics.name(word), stage) for stage, word in QUEUES.items()}
+        return {stage: waiting(self._log, self._topics, word, role=stage) for stage, word in QUEUES.items()}
 
 
 # stage → the topic that it takes its work from
 QUEUES = {"rollout": "tasks", "reward": "trajectories", "collector": "rewards", "trainer": "groups"}
-
-
-def _waiting(rows: list[PartitionRow], topic: str, group: str) -> int:
-    return sum(row.lag(group) if group in row.groups else row.records for row in rows if row.topic == topic)

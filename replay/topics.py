@@ -17,7 +17,7 @@ class PartitionRow(msgspec.Struct, frozen=True):
     partition: int
     start: int  # first kept offset
     end: int  # position after the last record
-    groups: dict[str, int] = {}  # group → position that it last hinted
+    groups: dict[str, int] = {}  # role of the group → position that it last hinted
 
     @property
     def records(self) -> int:
@@ -29,8 +29,12 @@ class PartitionRow(msgspec.Struct, frozen=True):
 
 
 def partition_rows(log: EventLog, topics: Topics) -> list[PartitionRow]:
-    """Every partition of the run's topics, in the order of the data path; topics that do not exist are left out."""
-    hints = {group: log.hints(group) for group in log.groups()}
+    """Every partition of the run's topics, in the order of the data path; topics that do not exist are left out.
+
+    Groups of other runs on the same log are left out too, and those of this one are called by their roles.
+    """
+    named = {group: role for group in log.groups() if (role := topics.role(group)) is not None}
+    hints = {role: log.hints(group) for group, role in named.items()}
     known = log.topics()
     rows = []
     for topic in map(topics.name, ALL_TOPICS):
@@ -39,6 +43,14 @@ def partition_rows(log: EventLog, topics: Topics) -> list[PartitionRow]:
             groups = {group: positions[place] for group, positions in hints.items() if place in positions}
             rows.append(PartitionRow(topic, partition, log.start(*place), log.end(*place), groups))
     return rows
+
+
+def waiting(log: EventLog, topics: Topics, word: str, role: str) -> int:
+    """Records of a topic that its readers have not read, as they hinted: quick, for display beside a live run."""
+    hints, topic = log.hints(topics.group(role)), topics.name(word)
+    places = [TopicPartition(topic, partition) for partition in range(log.topics().get(topic, 0))]
+    begins = [hints[place] if place in hints else log.start(*place) for place in places]
+    return sum(max(0, log.recent_end(*place) - begin) for place, begin in zip(places, begins, strict=True))
 
 
 def as_json(rows: Sequence[PartitionRow]) -> str:

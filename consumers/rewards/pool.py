@@ -158,6 +158,12 @@ class ScoringPool:
         self._wake()
         return batch.future
 
+    def forget(self, futures: Iterable[Future[list[Outcome]]]) -> None:
+        """Nobody waits for these any longer: what of them is still queued is not scored, what is in hand may end."""
+        unwanted = {id(future) for future in futures}
+        with self._lock:
+            self._queue = deque(call for call in self._queue if id(call.batch.future) not in unwanted)
+
     def in_hand(self) -> list[tuple[str, float]]:
         """(uid, seconds so far) of every sample that a worker has in hand, the longest first: what is waited for."""
         now = time.monotonic()

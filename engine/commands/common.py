@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -46,6 +47,8 @@ def setup_logging(level: str) -> None:
         format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
         force=True,
     )
+    # The Kafka client reports every connection it makes or loses; what matters of that reaches our own messages.
+    logging.getLogger("kafka").setLevel(logging.INFO if level == "debug" else logging.CRITICAL)
 
 
 def positive(text: str) -> int:
@@ -68,15 +71,17 @@ def topics_of(config: Config) -> Topics:
     return topics_of(config)
 
 
-def open_for_reading(config: Config) -> EventLog:
-    """The run's log, opened so that nothing can be written to it. Raises ConfigError when there is none."""
+def open_for_reading(config: Config, *, interrupted: Callable[[], bool] = lambda: False) -> EventLog:
+    """The run's log, opened so that nothing can be written to it. Raises ConfigError when there is none.
+
+    `interrupted` ends every wait for a broker (LogUnavailable); the embedded log has none.
+    """
     from engine.roles import open_run_log
 
     require_shared_log(config)
-    folder = log_folder(config)
-    if folder is not None and not folder.is_dir():
-        raise ConfigError(f"no log at {folder}: this run has not been started")
-    return open_run_log(config, readonly=True)
+    if not has_log(config):
+        raise ConfigError(f"no log at {log_folder(config)}: this run has not been started")
+    return open_run_log(config, readonly=True, interrupted=interrupted)
 
 
 def log_folder(config: Config) -> Path | None:
@@ -85,17 +90,19 @@ def log_folder(config: Config) -> Path | None:
     return Path(path) if scheme == "file" else None
 
 
+def has_log(config: Config) -> bool:
+    """Whether there is a log to be opened; one that another process is just making is not there yet. A log that is no
+    folder counts as there: only its broker can say."""
+    folder = log_folder(config)
+    return folder is None or (folder / "format.json").is_file()
+
+
 def require_shared_log(config: Config) -> None:
-    """Refuse a log that no second process can see, and one that this version cannot open."""
-    if config.log.url.startswith("kafka:"):
-        raise ConfigError(
-            f'log.url = "{config.log.url}": this version has no Kafka log yet; '
-            "remove log.url for the embedded log in the run directory, or set file:///path"
-        )
+    """Refuse a log that no second process can see."""
     if config.log.url.startswith("memory:"):
         raise ConfigError(
             f'log.url = "{config.log.url}" lives inside one process, and each daemon is one of its own; '
-            "remove log.url, or set file:///path"
+            "remove log.url, or set file:///path or kafka://host:port"
         )
 
 
@@ -123,6 +130,10 @@ class StopFlag:
 
     def is_set(self) -> bool:
         self._is_watched = True
+        return self._stopped
+
+    def was_asked(self) -> bool:
+        """As `is_set`, for those who only wait: it does not count as looking."""
         return self._stopped
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

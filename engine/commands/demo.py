@@ -19,14 +19,19 @@ HELP = "learn a small task end to end on this machine"
 DESCRIPTION = """Train a tiny model with reinforcement learning through the whole loop: feeder, rollout, reward,
 collector and trainer as processes of this machine, on an embedded log, asynchronously. Takes a few
 minutes on two cores. Writes everything into a run directory, which every other command takes.
+With --kafka the log is Apache Kafka instead, shared by two engines and two reward daemons; without
+an address it is the node of `millstream broker start`, which is started if it does not run.
 
 tasks:
   guess    find a number from 16 in at most 5 turns, from "too high" and "too low" (default)
   reverse  reverse a string of 3 to 6 digits"""
 EXAMPLE = """  millstream demo
   millstream demo --task reverse --seed 1 --plain
-  millstream demo --slow-tools 0.9 --max-weight-staleness 3 --dir runs/slow"""
+  millstream demo --slow-tools 0.9 --max-weight-staleness 3 --dir runs/slow
+  millstream demo --kafka
+  millstream demo --kafka 10.0.0.5:9092,10.0.0.6:9092"""
 
+LOCAL_BROKER = "local"
 MOST_SIGMA = 3.0  # of the logarithm: beyond it single calls outlast any deadline
 
 logger = logging.getLogger(__name__)
@@ -53,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="guess: tools answer after a lognormal time of this sigma, as in 0.9",
     )
     parser.add_argument(
+        "--kafka",
+        metavar="HOST:PORT[,…]",
+        nargs="?",
+        const=LOCAL_BROKER,
+        help="log on Apache Kafka; without an address: on this machine's own node",
+    )
+    parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
@@ -75,14 +87,15 @@ def execute(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--slow-tools {args.slow_tools:g}: only --task guess uses tools; remove one of them"
         )
-    task = get_task(args.task)
+    task, run_dir = get_task(args.task), args.dir or default_dir(args.task)
     config = demo_config(
         task,
-        args.dir or default_dir(args.task),
+        run_dir,
         seed=args.seed,
         max_steps=args.max_steps,
         max_weight_staleness=args.max_weight_staleness,
         slow_tools=args.slow_tools,
+        log_url=_kafka_url(run_dir, args.kafka) if args.kafka else "",
         overrides=args.overrides,
     )
     common.setup_logging(config.run.log_level)
@@ -93,13 +106,32 @@ def execute(args: argparse.Namespace) -> int:
     return run_and_report(config, plain=args.plain, title=f"millstream demo · {args.task}")
 
 
+def _kafka_url(run_dir: Path, servers: str) -> str:
+    """The URL of the run's log on these brokers; on this machine's own node, started if it does not run."""
+    from engine.demo import kafka_url
+
+    if servers != LOCAL_BROKER:
+        return kafka_url(run_dir, servers)
+    from streams.broker.node import Node
+    from streams.broker.prepare import prepare
+
+    node = Node()
+    if node.pid is None:
+        prepare(lambda line: print(line, file=sys.stderr))
+    if node.start():
+        print(f"started Apache Kafka at {node.address}; to end it: millstream broker stop", file=sys.stderr)
+    return kafka_url(run_dir, node.address)
+
+
 def run_and_report(config: Config, *, plain: bool, title: str, threads: int = 1) -> int:
     """Run all daemons with a view, then write and show what came of it, also after an interruption."""
     from engine.launch.local import LocalLauncher, daemons_of, finished_at
     from engine.report import write_report
+    from engine.roles import create_topics
     from engine.view import watch
 
     stop = common.StopFlag().install()
+    create_topics(config, stop.is_set)
     finished = finished_at(config)
     if finished is not None:
         logger.info(

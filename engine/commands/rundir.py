@@ -18,7 +18,7 @@ def adopt(config: Config, *, rewrite: bool = True) -> Path:
     """Make the run directory, or check that it is this configuration's; leave the effective configuration in it.
 
     A single daemon does not `rewrite`: what it was told by --set is its own business. Raises ConfigError with what
-    differs.
+    differs. A log that does not answer is waited for.
     """
     common.require_shared_log(config)
     run_dir = Path(config.run.dir)
@@ -46,8 +46,12 @@ def make_run_dir(run_dir: Path) -> None:
         raise ConfigError(f'run.dir = "{run_dir}": is read-only; name a folder that you may write to')
 
 
-def refuse_other_run(config: Config) -> None:
-    """Raise ConfigError if the directory or its ledger was begun with other run data than `config` asks for."""
+def refuse_other_run(config: Config, *, patient: bool = True) -> None:
+    """Raise ConfigError if the directory or its ledger was begun with other run data than `config` asks for.
+
+    The ledger is asked too, since a log on Kafka may hold a run whose directory is not the one that was named.
+    `patient`: wait for a log that does not answer, instead of raising LogUnavailable.
+    """
     run_dir, ours = Path(config.run.dir), fingerprint(config)
     recorded = load_config(run_dir, environ={}) if (run_dir / CONFIG_FILE).is_file() else None
     if recorded is not None and fingerprint(recorded) != ours:
@@ -56,25 +60,26 @@ def refuse_other_run(config: Config) -> None:
             f"{run_dir} is a run of another configuration:\n  {changes}\n"
             "set these back, or give this run a directory of its own (run.dir)"
         )
-    started = run_started(config)
+    started = run_started(config, patient=patient)
     if started is not None and started.config_fingerprint != ours:
         raise ConfigError(
             f"{run_dir}: its ledger was begun by run {started.run!r} with the fingerprint "
             f"{started.config_fingerprint[:12]}, this configuration has {ours[:12]}: a setting of the run's data "
             f"(prompts, policy, sampling, scoring, batches, optimizer) was changed in {CONFIG_FILE}; "
-            "set it back, or give this run a directory of its own (run.dir)"
+            "set it back, or give this run a directory of its own (run.dir) and, on Kafka, a name of its own (run.name)"
         )
 
 
-def run_started(config: Config) -> RunStarted | None:
+def run_started(config: Config, *, patient: bool = True) -> RunStarted | None:
     """The manifest in the ledger; None while the run has not begun."""
     from streams.codec import Known, decode
+    from streams.patient import PatientLog
 
-    folder = common.log_folder(config)
-    if folder is not None and not folder.is_dir():
+    if not common.has_log(config):
         return None
     topic = common.topics_of(config).name("ledger")
-    with common.open_for_reading(config) as log:
+    reading = common.open_for_reading(config)
+    with PatientLog(reading, stop=lambda: not patient, who=config.run.name) as log:
         try:
             batch = log.read(topic, 0, log.start(topic, 0))
         except UnknownTopic:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from engine.commands import common
 
@@ -11,9 +12,17 @@ HELP = "run one daemon in this process"
 DESCRIPTION = """Run one daemon until the run has finished, or until SIGTERM or SIGINT, which ends it cleanly after
 the current unit of work. All state is rebuilt from the log and the checkpoints, so a daemon may be
 killed and started again at any time. Replicas of a role share its partitions by index; a second
-holder of one share is refused. Exits with 1 when a newer trainer has taken over the run."""
+holder of one share is refused. On Kafka the share of a replica that is gone goes to the others, and
+the run's topics must be there (millstream topics CONFIG --create, or millstream run). A log that
+does not answer is waited for, also at the start.
+
+Exits with 1 also when it was asked to stop and what it had made could not be delivered any more,
+and with 3 when a newer trainer has taken over the run: do not start this one again while the other
+lives, for that one would be the next to be taken over from."""
 EXAMPLE = """  millstream serve trainer my.toml
   millstream serve rollout my.toml --replica 0/2"""
+
+FENCED = 3  # exit code of a trainer whose run another trainer has taken over
 
 ROLES = ("feeder", "rollout", "reward", "collector", "trainer", "evaluator")
 
@@ -55,11 +64,23 @@ def execute(args: argparse.Namespace) -> int:
     common.setup_logging(config.run.log_level)
 
     from engine.commands import rundir
+    from streams.errors import Fenced
 
     rundir.adopt(config, rewrite=False)
 
     from engine.roles import serve
 
     replica, replicas = args.replica
-    code = serve(args.role, config, replica=replica, replicas=replicas, stop=stop.is_set)
+    try:
+        code = serve(
+            args.role,
+            config,
+            replica=replica,
+            replicas=replicas,
+            stop=stop.is_set,
+            interrupted=stop.was_asked,
+        )
+    except Fenced as error:
+        print(f"millstream: {error}", file=sys.stderr)
+        return FENCED
     return 130 if code == 0 and stop.interrupted else code

@@ -3,6 +3,7 @@
     run ──► start all ──► poll, many times a second ─────────────► trainer ended with 0 and the run has finished
                              │ a daemon died                           └─► the others end by themselves ──► 0
                              ├─ within max_restarts: start it again after a pause that doubles
+                             ├─ fenced (3): another trainer has the run; end all, name it ──────────────► 3
                              └─ over it: end all, name the FIRST cause ─────────────────────────────────► 1
     SIGTERM, SIGINT: end all (SIGTERM, grace, SIGKILL) ─────────────────────────────────────────────────► 130
 
@@ -20,21 +21,28 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from engine.config import Config, without_overrides
 from engine.launch.daemon import DaemonSpec, Process, describe_exit, last_words
-from streams.errors import ConfigError
+from streams.errors import ConfigError, LogUnavailable
 
 logger = logging.getLogger(__name__)
 
 POLL = timedelta(milliseconds=100)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before a restart; doubles with each one in the window
 SETTLED_S = 30.0  # a daemon that has run this long since its last failure has got over it
+LOOK_S = 5.0  # for one look into a log that may not answer; the daemons are not looked after meanwhile
 FINISH_S = 30.0  # what the others have to end by themselves after the trainer
 WRONG_CONFIG = 2  # exit code of a daemon that no restart can help
+FENCED = 3  # exit code of a trainer whose run another trainer has taken over
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_TWO_TRAINERS = (
+    "a run has one trainer: this supervisor has ended its daemons and leaves the run to the other one. End that one "
+    "(and its supervisor) before going on from here"
+)
 
 
 class Outcome(NamedTuple):
@@ -77,6 +85,8 @@ class LocalLauncher:
 
     Args:
         command: argument vector for a daemon; default: `millstream serve` of this Python on the run directory.
+        prepare: called before the first daemon starts, with the stop flag; default, for daemons of ours: makes the
+            run's topics on Kafka.
         finished: whether the log says that the run has finished; default: looked up in the ledger.
         threads: OMP_NUM_THREADS and its like in the daemons, where the environment does not set them. Tiny models
             are fastest with 1.
@@ -88,6 +98,7 @@ class LocalLauncher:
         daemons: Sequence[DaemonSpec],
         *,
         command: Callable[[DaemonSpec], Sequence[str]] | None = None,
+        prepare: Callable[[Callable[[], bool]], None] | None = None,
         finished: Callable[[], bool] | None = None,
         threads: int = 1,
         environ: Mapping[str, str] | None = None,
@@ -95,7 +106,9 @@ class LocalLauncher:
         self.run_dir = Path(config.run.dir)
         self._limits = config.supervisor
         self._command = command or self._serve
-        self._finished = finished or (lambda: finished_at(config) is not None)
+        self._prepare = prepare or (partial(_make_topics, config) if command is None else lambda stop: None)
+        self._finished = finished or (lambda: finished_at(config, stop=self._stop) is not None)
+        self._stop: Callable[[], bool] = lambda: False
         self._env = _environment(os.environ if environ is None else environ, threads)
         self._daemons = [_Daemon(spec) for spec in daemons]
         self._failures: list[Failure] = []
@@ -107,7 +120,8 @@ class LocalLauncher:
     def run(self, stop: Callable[[], bool]) -> Outcome:
         """Supervise until the end, or until `stop()`; nothing is left running either way."""
         try:
-            self.start()
+            if not self.start(stop):
+                return Outcome(130, "interrupted")
             while True:
                 outcome = self.poll()
                 if outcome is not None:
@@ -118,11 +132,22 @@ class LocalLauncher:
         finally:
             self.close()
 
-    def start(self) -> None:
-        """Take the run directory and start every daemon. Raises ConfigError while another supervisor has it."""
+    def start(self, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Take the run directory and start every daemon. Raises ConfigError while another supervisor has it.
+
+        False when `stop()` came while the log was waited for; then nothing was started.
+        """
+        self._stop = stop
         self._take_lock()
+        try:
+            self._prepare(stop)
+        except LogUnavailable:
+            if not stop():
+                raise
+            return False
         for daemon in self._daemons:
             self._start(daemon)
+        return True
 
     def poll(self) -> Outcome | None:
         """Look after every daemon once. An Outcome once the run is over; call `close()` then."""
@@ -197,6 +222,10 @@ class LocalLauncher:
             daemon.done = True  # the run is whole; how a helper of it went down changes nothing
             logger.warning("%s ended (%s) after the run had finished", daemon.spec.name, describe_exit(code))
             return None
+        if code == FENCED and self._has_finished():
+            daemon.done, self._trainer_ended = True, now
+            logger.warning("%s: another trainer has finished the run", daemon.spec.name)
+            return None
         return self._failed(daemon, Failure(now, daemon.spec.name, code, last_words(log_file)))
 
     def _has_finished(self) -> bool:
@@ -219,6 +248,8 @@ class LocalLauncher:
         daemon.restarts = [at for at in daemon.restarts if at > window]
         if failure.code == WRONG_CONFIG:
             return Outcome(WRONG_CONFIG, self._cause([failure]))
+        if failure.code == FENCED:  # starting it again would take the run back, and so on in turns
+            return Outcome(FENCED, f"{self._cause([failure])}\n{_TWO_TRAINERS}")
         if len(daemon.restarts) >= self._limits.max_restarts:
             return Outcome(1, self._cause(self._failures))
         pause = min(FIRST_PAUSE_S * 2 ** len(daemon.restarts), LONGEST_PAUSE_S)
@@ -283,10 +314,10 @@ class LocalLauncher:
 
 def daemons_of(config: Config) -> list[DaemonSpec]:
     """Every daemon that a run of this configuration needs, in the order of the data path."""
-    replicas = config.rollout.replicas
     daemons = [DaemonSpec("feeder")]
-    daemons += [DaemonSpec("rollout", replica, replicas) for replica in range(replicas)]
-    daemons += [DaemonSpec("reward"), DaemonSpec("collector"), DaemonSpec("trainer")]
+    for role, replicas in (("rollout", config.rollout.replicas), ("reward", config.reward.replicas)):
+        daemons += [DaemonSpec(role, replica, replicas) for replica in range(replicas)]
+    daemons += [DaemonSpec("collector"), DaemonSpec("trainer")]
     if has_evaluator(config):
         daemons.append(DaemonSpec("evaluator"))
     return daemons
@@ -304,15 +335,31 @@ def _environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
     return env | without_overrides(environ)
 
 
-def finished_at(config: Config) -> int | None:
-    """The last step of a run whose ledger has a valid RunFinished; None while it goes on or has not begun."""
+def _make_topics(config: Config, stop: Callable[[], bool]) -> None:
+    """On the embedded log each daemon does it; on Kafka it is an act of its own, which daemons only check."""
+    if config.log.url.startswith("kafka:"):
+        from engine.roles import create_topics
+
+        create_topics(config, stop)
+
+
+def finished_at(config: Config, *, stop: Callable[[], bool] = lambda: False) -> int | None:
+    """The last step of a run whose ledger has a valid RunFinished; None while it goes on or has not begun, and where
+    the log does not answer, which is said."""
     from consumers.ledger import Ledger
     from engine.commands import common
 
-    folder = common.log_folder(config)
-    if folder is not None and not folder.is_dir():
+    if not common.has_log(config):
         return None
-    with common.open_for_reading(config) as log:
-        ledger = Ledger(log, common.topics_of(config))
-        ledger.catch_up()
+    give_up = time.monotonic() + LOOK_S
+    reading = common.open_for_reading(config, interrupted=lambda: stop() or time.monotonic() > give_up)
+    with reading as log:
+        try:
+            if common.topics_of(config).name("ledger") not in log.topics():
+                return None
+            ledger = Ledger(log, common.topics_of(config))
+            ledger.catch_up()
+        except LogUnavailable as error:
+            logger.warning("whether the run has finished cannot be told, so it counts as going on: %s", error)
+            return None
         return None if ledger.finished is None else ledger.finished.step

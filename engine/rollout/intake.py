@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 from consumers.ledger import Ledger
+from consumers.losses import Losses, OnLost
 from consumers.runner import Clock, Reader, now_ms, recover
 from engine.rollout.publisher import Lane
 from streams.errors import LogFull, LogUnavailable
@@ -51,8 +52,8 @@ class Member(NamedTuple):
 class _Place:
     """Reading state of one partition."""
 
-    def __init__(self, log: EventLog, topics: Topics, partition: int) -> None:
-        place = recover(log, topics, "trajectories", partition, ["tasks"])
+    def __init__(self, log: EventLog, topics: Topics, partition: int, losses: Losses) -> None:
+        place = recover(log, topics, "trajectories", partition, ["tasks"], losses=losses)
         self.position = place.positions["tasks"]
         self.lane = Lane(partition, self.position, place.reached["tasks"])
         self.finished = place.finished["tasks"]
@@ -69,7 +70,8 @@ Deliver = Callable[["list[Member]"], None]
 class Intake:
     """Lifecycle: construct, `start`, `close`. `deliver` is called on this thread whenever there is news.
 
-    `ledger` is read by the worker too (attributes only); `room` says how many more samples it wants waiting.
+    `ledger` is read by the worker too (attributes only); `room` says how many more samples it wants waiting, and
+    `is_settled` whether all that was sent of a partition is in the log: one that comes back is not rebuilt before.
     """
 
     def __init__(
@@ -82,17 +84,20 @@ class Intake:
         replicas: int,
         deliver: Deliver,
         room: Callable[[], int],
+        is_settled: Callable[[int], bool] = lambda partition: True,
+        on_lost: OnLost = "stop",
         clock: Clock = now_ms,
         poll: timedelta = timedelta(milliseconds=100),
     ) -> None:
         self.log, self.topics, self.poll = log, topics, poll
         self.ledger = Ledger(log, topics)
         self.reader = Reader(log, topics, name, clock)
+        self.losses = Losses(name, on_lost)
         self.error: BaseException | None = None
         self.duplicates = 0  # members dispatched twice
         self.already_closed = 0  # tasks of groups that had their outcome
         self._name, self._replica, self._replicas = name, replica, replicas
-        self._deliver, self._room = deliver, room
+        self._deliver, self._room, self._is_settled = deliver, room, is_settled
         self._places: dict[int, _Place] = {}
         self._membership: Membership | None = None
         self._generation: int | None = None
@@ -103,11 +108,12 @@ class Intake:
     def start(self) -> None:
         """Join the group and start reading. Raises ShareHeld while another live process has this share."""
         self._membership = self.log.join(
-            "rollout",
+            self.topics.group("rollout"),
             self.topics.name("tasks"),
             replica=self._replica,
             replicas=self._replicas,
             member=self._name,
+            elastic=True,
         )
         self._thread.start()
 
@@ -165,26 +171,34 @@ class Intake:
         return news
 
     def _rebalance(self) -> bool:
+        """True if a partition came or went."""
         assert self._membership is not None
         partitions = self._membership.partitions()
-        if self._membership.generation == self._generation:
+        generation = self._membership.generation
+        if generation == self._generation:
             return False
-        self._generation = self._membership.generation
-        for partition in set(self._places) - partitions:
+        lost, gained = set(self._places) - partitions, partitions - set(self._places)
+        for partition in sorted(lost):
             self._places.pop(partition).lane.is_lost = True
-            logger.info("%s: partition %d has another owner now", self._name, partition)
-        for partition in sorted(partitions - set(self._places)):
-            began = time.monotonic()
-            self._places[partition] = place = _Place(self.log, self.topics, partition)
-            logger.info(
-                "%s: owns partition %d, goes on at task %d with %d samples done (%.2f s)",
-                self._name,
-                partition,
-                place.position,
-                len(place.known),
-                time.monotonic() - began,
-            )
-        return True
+            logger.info("%s: partition %d is not its own any more", self._name, partition)
+        ready = sorted(filter(self._is_settled, gained))
+        for partition in ready:
+            self._own(partition)
+        if len(ready) == len(gained):
+            self._generation = generation  # not before: what could not be rebuilt is tried again
+        return bool(lost or ready)
+
+    def _own(self, partition: int) -> None:
+        began = time.monotonic()
+        self._places[partition] = place = _Place(self.log, self.topics, partition, self.losses)
+        logger.info(
+            "%s: owns partition %d, goes on at task %d with %d samples done (%.2f s)",
+            self._name,
+            partition,
+            place.position,
+            len(place.known),
+            time.monotonic() - began,
+        )
 
     def _watched(self) -> dict[TopicPartition, int]:
         watched = {TopicPartition(self.topics.name("ledger"), 0): self.ledger.position}
@@ -194,8 +208,12 @@ class Intake:
         return watched
 
     def _read(self, place: _Place, room: int) -> list[Member]:
-        batch = self.log.read(
-            self.topics.name("tasks"), place.lane.partition, place.position, max_records=min(room, 64)
+        batch = self.losses.read(
+            self.log,
+            self.topics.name("tasks"),
+            place.lane.partition,
+            place.position,
+            max_records=min(room, 64),
         )
         decoded = [(record.offset, self.reader.decode(record)) for record in batch.records]
         members: list[

@@ -24,7 +24,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from consumers.runner import Clock, Patience, Stop, now_ms
+from consumers.losses import OnLost
+from consumers.runner import Clock, Patience, Stop, exit_code, now_ms
 from engine.interfaces import EngineError, RolloutEngine, Sampling
 from engine.rollout.generate import Aborted, Generate, GenerateContext, failure_reason
 from engine.rollout.intake import Intake, Member
@@ -60,7 +61,8 @@ class _Running:
 class RolloutWorker:
     """`RolloutWorker(log, topics, engine, generate, locate=on_disk(run_dir), …).run(stop)`; one run per object.
 
-    Returns 0 when the run is finished or `stop()` is true, 1 when the engine can serve no longer.
+    Returns 0 when the run is finished or `stop()` is true, 1 when the engine can serve no longer, or when samples that
+    had ended could not be delivered before it stopped.
     """
 
     def __init__(
@@ -80,9 +82,10 @@ class RolloutWorker:
         logprob_format: LogprobFormat = "float32",
         apply_chat_template: bool = False,
         seed: int = 0,
+        on_lost: OnLost = "stop",
         clock: Clock = now_ms,
     ) -> None:
-        self.log, self.engine, self.generate = log, engine, generate
+        self.log, self.topics, self.engine, self.generate = log, topics, engine, generate
         self.sampling, self.options, self.seed, self.clock = sampling, dict(options or {}), seed, clock
         self.replica, self.max_concurrency = replica, max_concurrency
         self.task_deadline_s = task_deadline.total_seconds()
@@ -98,6 +101,8 @@ class RolloutWorker:
             replicas=replicas,
             deliver=self._deliver,
             room=lambda: self._room,
+            is_settled=self.publisher.is_settled,
+            on_lost=on_lost,
             clock=clock,
         )
         self.watch = WeightsWatch(
@@ -136,22 +141,28 @@ class RolloutWorker:
 
     async def _main(self, stop: Stop) -> int:
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
+        undelivered = 0
         try:
-            self.publisher.start()
-            self.intake.start()
-            self.publisher.tell("fleet", self._joined())
-            while not stop() and self.intake.ledger.finished is None and self.watch.fatal is None:
-                self._raise_errors()
-                self._look_after()
-                await self._tick()
-            if self.watch.fatal is not None:
-                self.watch.tell_failed("engine", f"serves no longer: {self.watch.fatal}")
-                return 1
-            if self.intake.ledger.finished is not None:
-                logger.info("%s: the run is finished", self.name)
-            return 0
+            code = await self._serve(stop)
         finally:
-            await self._shut_down()
+            undelivered = await self._shut_down()
+        is_over = code or self.intake.ledger.finished is not None
+        return code if is_over else exit_code(self.name, undelivered)
+
+    async def _serve(self, stop: Stop) -> int:
+        self.publisher.start()
+        self.intake.start()
+        self.publisher.tell("fleet", self._joined())
+        while not stop() and self.intake.ledger.finished is None and self.watch.fatal is None:
+            self._raise_errors()
+            self._look_after()
+            await self._tick()
+        if self.watch.fatal is not None:
+            self.watch.tell_failed("engine", f"serves no longer: {self.watch.fatal}")
+            return 1
+        if self.intake.ledger.finished is not None:
+            logger.info("%s: the run is finished", self.name)
+        return 0
 
     def _joined(self) -> EngineJoined:
         host, pid = socket.gethostname(), os.getpid()
@@ -182,8 +193,11 @@ class RolloutWorker:
         self._report(now)
         self._say_what_it_waits_for()
 
-    async def _shut_down(self) -> None:
-        """Within 2 s: what runs may end, then it is abandoned (the partition's next owner generates it again)."""
+    async def _shut_down(self) -> int:
+        """Within 2 s: what runs may end, then it is abandoned (the partition's next owner generates it again).
+
+        Returns how many events are not delivered.
+        """
         self._is_stopping = True
         self.intake.close()
         self.watch.close()
@@ -198,10 +212,10 @@ class RolloutWorker:
                 await asyncio.wait(left, timeout=0.2)
         await self.engine.close()
         self.publisher.tell("fleet", EngineLeft(engine=self.engine.name, at_ms=self.clock()))
-        if not self.publisher.flush(timedelta(seconds=FLUSH_S)):
-            logger.warning("%s: %d events were not acknowledged; their samples will be generated again", self.name,
-                           self.publisher.backlog)  # fmt: skip
+        is_flushed = self.publisher.flush(timedelta(seconds=FLUSH_S))
+        undelivered = 0 if is_flushed and self.publisher.error is None else self.publisher.backlog
         self.publisher.close(timedelta(seconds=0.2))
+        return undelivered
 
     # -- news of the intake's thread
     def _deliver(self, members: list[Member]) -> None:
@@ -214,6 +228,10 @@ class RolloutWorker:
     def _take_in(self, members: list[Member]) -> None:
         for member in members:
             heapq.heappush(self._waiting, member)
+        if not members:  # news: partitions may have gone to another
+            self._waiting = [each for each in self._waiting if not each.lane.is_lost]
+            heapq.heapify(self._waiting)
+            self._too_new = [each for each in self._too_new if not each.lane.is_lost]
         self._update_room()
         self.watch.keep_current()
         self._pump()
@@ -242,11 +260,14 @@ class RolloutWorker:
         if self.publisher.stuck or self.publisher.backlog > 4 * self.max_concurrency:
             return
         version = self.watch.effective_version
+        not_yet: list[Member] = []
         while room > 0 and self._waiting:
             member = heapq.heappop(self._waiting)
             if member.lane.is_lost:
                 continue
-            if ledger.is_closed(member.seq):  # dropped while it waited: nobody would read its sample
+            if member.uid in self._running:  # from before its partition went to another, and came back
+                not_yet.append(member)
+            elif ledger.is_closed(member.seq):  # dropped while it waited: nobody would read its sample
                 member.lane.sample_done(member.offset)
             elif member.task.min_version > version:
                 self._too_new.append(member)
@@ -255,6 +276,8 @@ class RolloutWorker:
                 self._running[member.uid] = running
                 running.task = asyncio.ensure_future(self._sample(running))
                 room -= 1
+        for member in not_yet:
+            heapq.heappush(self._waiting, member)
         self._update_room()
 
     async def _sample(self, running: _Running) -> None:
@@ -278,7 +301,8 @@ class RolloutWorker:
                 logger.warning("%s: generating %s failed", self.name, member.uid, exc_info=error)
             self.outcomes.fail(member, reason, detail)
         else:
-            self.outcomes.publish(member, sample)
+            if not member.lane.is_lost:  # else it is its partition's new owner who makes this sample
+                self.outcomes.publish(member, sample)
         finally:
             self._running.pop(member.uid, None)
             self._pump()
@@ -372,10 +396,11 @@ class RolloutWorker:
             "duplicates_total": self.intake.duplicates,
             "unknown_types": self.intake.reader.unknown_types,
             "dead_letters": self.intake.reader.dead_letters + self.outcomes.refused,
+            "lost": self.intake.losses.count,
         }
         self._reported_s, self._busy_s = now, busy_s
         if self.publisher.stuck:
             return  # a gauge is not worth a place in the queue of a full log
         numbers = {name: float(value) for name, value in values.items()}
         self.publisher.tell("metrics", Metrics(source=self.name, values=numbers, at_ms=self.clock()))
-        self.log.commit_hint("rollout", self.intake.positions())
+        self.log.commit_hint(self.topics.group("rollout"), self.intake.positions())

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,13 +25,15 @@ from pathlib import Path
 
 from consumers.batches import Buffer, Rule
 from consumers.ledger import Ledger
+from consumers.losses import Losses
 from consumers.outbox import append_patiently
 from consumers.runner import Clock, Patience, Reader, Stop, now_ms, records_backwards, task_event
 from engine.interfaces import BadStep, TrainerBackend
 from engine.trainer.checkpoint import prune_checkpoints, save_checkpoint
+from engine.trainer.lost import LOST, lost_groups
 from engine.trainer.payloads import BadPayload, Payloads, train_batch
 from engine.trainer.publisher import Publisher
-from engine.trainer.resume import History, resume
+from engine.trainer.resume import History, Start, resume
 from engine.trainer.saver import Saver
 from engine.trainer.settings import LoopSettings
 from engine.weights.store import WeightStore, digest, snapshot
@@ -89,6 +92,7 @@ class Trainer:
         self.settings, self.checkpoints, self.clock, self.poll = settings, checkpoints, clock, poll
         self.ledger = Ledger(log, topics, limit=settings.max_weight_staleness)
         self.reader = Reader(log, topics, "trainer", clock)
+        self.losses = Losses("trainer", settings.on_lost)
         self.payloads = Payloads(log, topics, backend.refuses)
         self._history: list[tuple[Record, Event]] = []  # valid ledger records read before the epoch begins
         self.epoch = -1
@@ -99,7 +103,7 @@ class Trainer:
         self._ended_at = time.monotonic()  # of the last step
         self._checkpointed = 0
         self._stop: Stop = lambda: False
-        self._incarnation = f"trainer-{os.getpid()}-{secrets.token_hex(4)}"
+        self._incarnation = f"trainer-{os.getpid()}-{secrets.token_hex(4)} on {socket.gethostname()}"
 
     # -- life
     def start(self) -> None:
@@ -118,10 +122,23 @@ class Trainer:
         self.step, self.version, self._checkpointed = start.step, start.version, start.step
         for cut, bad in start.unrecorded:  # killed between the cut and its StepSkipped
             self._append_skipped(cut, bad)
-        self.buffer = Buffer(self.topics.partitions, start.frontier, start.positions)
+        self.buffer = self._buffer(start)
         self._publisher = Publisher(self._write_weights, self._append)
         self._saver = Saver()
         self._publish(forked_at=start.forked_at)
+
+    def _buffer(self, start: Start) -> Buffer:
+        """Waiting groups from where the last cut left off; those that retention has removed since are dropped."""
+        topic, positions, gaps = self.topics.name("groups"), list(start.positions), []
+        for partition, wanted in enumerate(start.positions):
+            begin = self.log.start(topic, partition)
+            positions[partition] = self.losses.position(topic, partition, wanted=wanted, start=begin)
+            gaps += [partition] if positions[partition] > wanted else []
+        buffer = Buffer(self.topics.partitions, start.frontier, positions)
+        for partition in gaps:
+            for seq, group_id in lost_groups(self.log, self.topics, partition, buffer.frontier).items():
+                buffer.drop(group_id, seq, LOST, detail="retention removed its outcome before it was read")
+        return buffer
 
     def close(self) -> None:
         """End the threads that write. A version on its way is finished; so is a checkpoint, if that is quick: one that
@@ -270,7 +287,7 @@ class Trainer:
     def _read_groups(self) -> None:
         topic = self.topics.name("groups")
         for partition, position in enumerate(list(self.buffer.read_to)):
-            batch = self.log.read(topic, partition, position)
+            batch = self.losses.read(self.log, topic, partition, position)
             for record in batch.records:
                 event = self.reader.decode(record)
                 if isinstance(event, (GroupCompleted, GroupDropped)):
@@ -515,6 +532,7 @@ class Trainer:
         values["staleness_max"] = float(max((member.staleness for member in trained), default=0))
         values["groups_buffered"] = float(len(self.buffer))
         values["version"] = float(self.version)
+        values["lost"] = float(self.losses.count)
         values["checkpoint_s"] = self._saver.seconds
         values["checkpoints_failed"] = float(self._saver.failed)
         for member in trained:
@@ -525,7 +543,7 @@ class Trainer:
         event = Metrics(source="trainer", step=cut.step, values=values, at_ms=self.clock())
         self.log.submit(self.topics.name("metrics"), 0, [codec.encode(event, producer="trainer")])
         self.log.commit_hint(
-            "trainer",
+            self.topics.group("trainer"),
             {
                 TopicPartition(self.topics.name("groups"), partition): position
                 for partition, position in enumerate(cut.positions)

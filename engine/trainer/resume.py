@@ -16,7 +16,8 @@ from consumers.ledger import Frontier, Ledger
 from consumers.staleness import Lineage
 from engine.interfaces import BadStep, TrainerBackend
 from engine.trainer.checkpoint import CheckpointFound, open_checkpoint
-from engine.trainer.payloads import Payloads, train_batch
+from engine.trainer.payloads import BadPayload, Payloads, train_batch
+from streams.errors import LogError
 from streams.events import BatchCut, CheckpointSaved, Event, StepSkipped, WeightsPublished
 from streams.log import EventLog, Record
 from streams.topics import Topics
@@ -77,6 +78,11 @@ def resume(
             continue
         try:
             backend.step(train_batch(event, payloads, lineage))
+        except BadPayload as gone:
+            raise LogError(
+                f"trainer: step {step} cannot be made again from the log: {gone}. The log must keep trajectories at "
+                "least since the newest checkpoint (log.retention_s, log.retention_bytes, checkpoint.every)"
+            ) from gone
         except BadStep as bad:
             logger.warning("trainer: replay skips step %d (%s); the record does not say so", step, bad)
             unrecorded.append((event, bad))
@@ -90,7 +96,7 @@ def resume(
             forked_at = version if published else -1
     if replayed:
         logger.info("trainer: replayed %d steps, now at step %d, version %d", replayed, step, version)
-    positions = ledger.last_cut.positions if ledger.last_cut is not None else _starts(log, topics)
+    positions = ledger.last_cut.positions if ledger.last_cut is not None else [0] * topics.partitions
     frontier = Frontier(ledger.frontier, ledger.closed_above)
     return Start(step, version, list(positions), frontier, forked_at, replayed, unrecorded)
 
@@ -114,7 +120,3 @@ def _newest(saved: Sequence[CheckpointSaved], folder: Path) -> CheckpointFound |
         reason = found if isinstance(found, str) else "its digest is not the recorded one"
         logger.warning("trainer: checkpoint %s of step %d passed over: %s", record.path, record.step, reason)
     return None
-
-
-def _starts(log: EventLog, topics: Topics) -> list[int]:
-    return [log.start(topics.name("groups"), partition) for partition in range(topics.partitions)]

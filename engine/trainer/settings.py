@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from consumers.losses import OnLost
+
 
 class LoopSettings(msgspec.Struct, frozen=True, kw_only=True):
     run: str
@@ -20,3 +22,4 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_keep_last: int = 3
     checkpoint_keep_every: int | None = None  # steps
     max_bad_steps: int = 3  # in a row
+    on_lost: OnLost = "stop"  # groups that retention removed unread: fail, or drop them as `lost`

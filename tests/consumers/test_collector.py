@@ -5,11 +5,17 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
+import msgspec
 import pytest
 
-from consumers.collector import Collector
+from consumers.collector import Collector, Heartbeats
 from consumers.runner import ProgressClock
-from streams.events import GroupCompleted, GroupDropped, MembersMissing, TaskSkipped
+from streams import codec
+from streams.errors import LogUnavailable
+from streams.events import GroupCompleted, GroupDropped, MembersMissing, Metrics, TaskSkipped
+from streams.memory import MemoryLog
+from streams.patient import PatientLog
+from streams.topics import Topics
 from tests.support.events import events, failed, put, rewarded, run_log, task
 
 
@@ -53,6 +59,20 @@ def test_a_group_is_complete_when_its_last_member_has_come(parts):
         (2, 2.0),
         (3, 3.0),
     ]
+
+
+def test_a_member_that_is_too_large_for_the_log_ends_its_whole_group_at_once():
+    log, topics = run_log()
+    stage = collector(log, topics, min_group_size=2)
+    put(log, topics, "tasks", task(0))
+    for index in range(3):
+        put(log, topics, "rewards", rewarded(0, index, 0, float(index)))
+    refused = msgspec.structs.replace(failed(0, 3, 0, "record_too_large"), detail="0-0/3/0 is 9 bytes")
+    put(log, topics, "rewards", refused)
+    settle(stage)
+    (dropped,) = events(log, topics, "groups")
+    assert isinstance(dropped, GroupDropped), "neither asked for again nor trained without it"
+    assert (dropped.reason, dropped.detail) == ("record_too_large", "0-0/3/0 is 9 bytes")
 
 
 def test_an_aborted_member_is_asked_for_once_and_then_its_group_is_dropped(parts):
@@ -251,3 +271,64 @@ def test_a_producer_with_another_number_of_partitions_is_refused_at_start():
     log, _ = run_log(partitions=6)
     with pytest.raises(TopicMismatch, match=r"6.*8|8.*6"):
         Topics("run", 8).create(log)
+
+
+def test_the_deadline_of_a_member_stands_still_while_the_log_does_not_answer(monkeypatch):
+    """Case: the broker is gone for ten minutes, the deadline is five seconds."""
+
+    class Clock:
+        now = 0.0
+
+        def monotonic(self) -> float:
+            return self.now
+
+        def sleep(self, seconds: float) -> None:
+            self.now += seconds
+
+    clock = Clock()
+    monkeypatch.setattr("streams.patient.time", clock)
+
+    class Broker(MemoryLog):
+        back_at = 0.0
+
+        def read(self, *args, **kw):
+            if clock.now < self.back_at:
+                raise LogUnavailable("no broker answers")
+            return super().read(*args, **kw)
+
+    log, topics = Broker(), Topics("run", 1)
+    topics.create(log)
+    stage = collector(PatientLog(log, stop=lambda: False), topics, monotonic=clock.monotonic)
+    put(log, topics, "tasks", task(0))
+    settle(stage)
+    for _ in range(3):  # three outages
+        log.back_at = clock.now + 600
+        stage.round()
+        assert clock.now >= log.back_at
+    assert stage._lanes[0].clock.seconds <= 3.0
+    assert kinds(log, topics) == []
+    for _ in range(3):
+        clock.now += 1
+        stage.round()
+    assert kinds(log, topics) == ["MembersMissing"], "and runs again when it does"
+
+
+@pytest.mark.parametrize(("moves", "alive"), [(False, [True, False]), (True, [True, True])])
+def test_any_living_replica_owns_a_partition_where_the_log_moves_shares(moves, alive):
+    log, topics = run_log(2)
+    log.moves_shares = moves
+    heartbeats = Heartbeats(log, topics, {"rollout": 2})
+    assert [heartbeats(partition) for partition in (0, 1)] == [False, False]
+    event = Metrics(source="rollout-0", values={}, at_ms=1)
+    log.append(topics.name("metrics"), 0, [codec.encode(event, producer="rollout-0")])
+    assert [heartbeats(partition) for partition in (0, 1)] == alive
+
+
+def test_a_replica_that_was_added_later_is_a_sign_of_life_too():
+    log, topics = run_log(2)
+    log.moves_shares = True
+    heartbeats = Heartbeats(log, topics, {"rollout": 2, "reward": 1})
+    for producer in ("rollout-7", "reward-1"):
+        event = Metrics(source=producer, values={}, at_ms=1)
+        log.append(topics.name("metrics"), 0, [codec.encode(event, producer=producer)])
+    assert heartbeats(0) and heartbeats(1)

@@ -12,6 +12,7 @@ import pytest
 
 from consumers.reward import RewardStage
 from consumers.rewards.pool import Scored, ScoringPool
+from consumers.rewards.types import RewardInput
 from streams.errors import LogFull
 from streams.events import (
     DeadLetter,
@@ -23,7 +24,9 @@ from streams.events import (
     ScoringFailed,
 )
 from streams.log import NewRecord
+from streams.topics import Topics
 from tests.support.events import events, finished, member_fields, put, run_log
+from tests.support.shares import LateLog, SharedStore
 
 
 @pytest.fixture
@@ -301,3 +304,92 @@ def test_the_deadline_of_a_held_group_stands_still_while_the_run_is_paused():
     seconds(10)
     (verdict,) = events(log, topics, "rewards")
     assert isinstance(verdict, ScoringFailed) and verdict.reason == "group_incomplete"
+
+
+class SlowPool:
+    """Scores when the test says so; notes what it was asked and told to forget."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Future, list]] = []
+        self.forgotten: list[Future] = []
+
+    def submit(self, inputs):
+        future: Future = Future()
+        self.asked.append((future, list(inputs)))
+        return future
+
+    def forget(self, futures) -> None:
+        self.forgotten += futures
+
+    def score(self, number: int) -> None:
+        future, inputs = self.asked[number]
+        future.set_result([Scored(1.0, {}, 0.0) for _ in inputs])
+
+
+def test_a_partition_that_goes_and_comes_back_during_a_long_call_is_scored_once(caplog):
+    store = SharedStore()
+    log, topics = LateLog(store), Topics("run", 2)
+    topics.create(log)
+    pool = SlowPool()
+    stage = RewardStage(log, topics, pool, replicas=2)  # type: ignore[arg-type]
+    stage.start()
+    put(log, topics, "trajectories", finished(0, 0, 0, n_samples=1), partition=1)
+    stage.round()
+    assert [inputs[0].uid for _, inputs in pool.asked] == ["0-0/0/0"]
+    with caplog.at_level("INFO"):
+        other = log.join(
+            topics.group("reward"), topics.name("trajectories"), replica=1, replicas=2, elastic=True
+        )
+        stage.round()
+    assert sorted(stage._lanes) == [0] and pool.forgotten == [pool.asked[0][0]]
+    assert "partitions none came, [1] went to another; has [0] now" in caplog.text
+    other.close()  # it never came to write anything
+    stage.round()
+    assert sorted(stage._lanes) == [0, 1] and len(pool.asked) == 2, "its new owner asks again"
+    pool.score(0)  # too late: nobody waits for it
+    stage.round()
+    assert events(log, topics, "rewards", 1) == []
+    pool.score(1)
+    settle(stage)
+    assert [event.uid for event in events(log, topics, "rewards", 1)] == ["0-0/0/0"]
+
+
+def test_what_nobody_waits_for_any_longer_is_not_scored():
+    pool = ScoringPool(f"{__name__}:never", {}, workers=1, timeout=timedelta(seconds=60), group=False)
+    try:
+        running = pool.submit([_sample("running")])
+        eventually_in_hand(pool)
+        queued = pool.submit([_sample("queued")])
+        wanted = pool.submit([_sample("wanted")])
+        pool.forget([queued])
+        assert [call.uids for call in pool._queue] == [["wanted"]]
+        assert not running.done() and not wanted.done()
+    finally:
+        pool.close()
+
+
+def _sample(uid: str) -> RewardInput:
+    return RewardInput(
+        uid=uid,
+        group_id="g",
+        index=0,
+        prompt="",
+        response="",
+        response_ids=None,
+        label=None,
+        metadata={},
+        finish_reason="stop",
+        response_length=0,
+    )
+
+
+def never(sample) -> float:
+    time.sleep(60)
+    return 0.0
+
+
+def eventually_in_hand(pool: ScoringPool) -> None:
+    deadline = time.monotonic() + 20
+    while not pool.in_hand():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

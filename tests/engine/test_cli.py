@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -250,7 +251,6 @@ def test_a_missing_dataset_is_refused_before_anything_is_started(config_file: Pa
             "none of its rows can be used; the first: prompts.jsonl row 0: needs a key",
         ),
         ("eval.path=/nowhere.jsonl", 'eval.path = "/nowhere.jsonl": no such file'),
-        ("log.url=kafka://broker:9092", "this version has no Kafka log yet"),
     ],
 )
 def test_what_no_daemon_could_use_is_refused_before_the_directory_is_taken(
@@ -345,7 +345,7 @@ def test_a_second_holder_of_a_share_is_refused_with_exit_code_1(config_file: Pat
     start_ledger(config_file)
     config = load_config(config_file)
     with open_log(config.log.url) as log:
-        log.join("collector", "first.rewards", replica=0, replicas=1)
+        log.join("first.collector", "first.rewards", replica=0, replicas=1)
         process = serve("collector", config_file)
         try:
             _, err = process.communicate(timeout=DEADLINE_S)
@@ -353,6 +353,42 @@ def test_a_second_holder_of_a_share_is_refused_with_exit_code_1(config_file: Pat
             process.kill()
     assert process.returncode == 1
     assert "millstream: " in err and "Traceback" not in err
+
+
+def test_a_trainer_that_is_fenced_says_by_whom_and_exits_with_3(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fenced(*args, **kwargs) -> int:
+        raise Fenced("epoch 9 (trainer-4711-ab on host-b) has taken over run first")
+
+    monkeypatch.setattr("engine.roles.serve", fenced)
+    monkeypatch.setattr(
+        common.StopFlag, "install", lambda flag: flag
+    )  # signals are this process's own business
+    assert main(["serve", "trainer", str(config_file)]) == 3
+    assert "millstream: epoch 9 (trainer-4711-ab on host-b)" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- config
+def test_the_options_of_the_kafka_client_are_shown_and_the_secrets_are_not(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("KAFKA_PASSWORD", "hunter2")
+    settings = [
+        "log.url=kafka://broker:9092/team.",
+        "log.kafka.security_protocol=SASL_SSL",
+        "log.kafka.sasl_username=me",
+        "log.kafka.sasl_password=env:KAFKA_PASSWORD",
+    ]
+    shown = millstream("config", str(config_file), *(arg for each in settings for arg in ("--set", each)))
+    assert shown.returncode == 0, shown.stderr
+    for line in ("#   acks = all", "#   enable_idempotence = True", "#   enable_auto_commit = False"):
+        assert line in shown.stdout
+    assert "# ingest: process in the trainer, thread elsewhere" in shown.stdout
+    assert "hunter2" not in shown.stdout and 'sasl_password = "env:KAFKA_PASSWORD"' in shown.stdout
+    read_back = config_file.with_name("back.toml")
+    read_back.write_text(shown.stdout)
+    assert load_config(read_back) == load_config(config_file, settings)
 
 
 # ---------------------------------------------------------------- topics
@@ -364,6 +400,20 @@ def test_topics_shows_offsets_and_lag(config_file: Path):
     assert lines[0] == ["TOPIC", "PARTITION", "START", "END", "RECORDS"]
     assert ["first.tasks", "1", "0", "0", "0"] in lines
     assert ["first.ledger", "0", "0", "1", "1"] in lines
+
+
+def test_topics_can_be_made_and_are_then_found(config_file: Path, tmp_path: Path):
+    made = millstream("topics", str(config_file), "--create")
+    assert made.returncode == 0, made.stderr
+    lines = [line.split() for line in made.stdout.splitlines()]
+    assert lines[0] == ["TOPIC", "PARTITIONS", "RECORDS", "RESULT"]
+    assert ["first.tasks", "2", "by", "retention", "made"] in lines
+    assert ["first.ledger", "1", "kept", "made"] in lines and len(lines) == 9
+    found = millstream("topics", str(config_file), "--create", "--json")
+    assert {json.loads(line)["result"] for line in found.stdout.splitlines()} == {"was there"}
+    other = millstream("topics", str(config_file), "--create", "--set", "log.partitions=3")
+    assert other.returncode == 2
+    assert "'first.tasks' has 2 partitions" in other.stderr and "choose another run.name" in other.stderr
 
 
 @pytest.mark.parametrize("command", [["topics"], ["verify"], ["tail"]], ids=lambda args: args[0])

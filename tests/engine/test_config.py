@@ -33,6 +33,7 @@ from streams.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 LEAST = {"data": {"path": "prompts.jsonl"}, "model": {"path": "model"}, "reward": {"function": "exact"}}
+KAFKA = "log.url=kafka://127.0.0.1:9092"
 LEAST_TOML = """
 [data]
 path = "prompts.jsonl"
@@ -208,7 +209,30 @@ def test_an_override_cannot_go_below_a_plain_value() -> None:
         (["log.url=file://log"], "needs an absolute path"),
         (["log.url=kafka://"], "needs a broker"),
         (["rollout.replicas=5"], "raise log.partitions to at least 5"),
+        (["log.max_claim_bytes=2000"], "is below log.max_record_bytes = 8388608"),
+        (["reward.replicas=5"], "raise log.partitions to at least 5"),
+        (["log.url=kafka://broker"], "'broker' is not HOST:PORT"),
+        (["log.url=kafka://a:9092,b:0/x"], "'b:0' is not HOST:PORT"),
+        (["log.url=kafka://a:9092?acks=1"], "other settings go to [log.kafka]"),
+        (["log.retention_s=3600"], "the embedded log keeps everything. Remove retention_s"),
+        (["log.retention_bytes=1000000"], "the embedded log keeps everything. Remove retention_bytes"),
+        ([KAFKA, "log.retention_s=700"], "below the time that one group may be open, 750 s"),
+        ([KAFKA, "log.retention_bytes=1000"], "not one large record would be kept"),
         (["log.kafka.security_protocol=SASL_SSL"], "needs log.kafka.sasl_username and"),
+        (
+            ["log.kafka.security_protocol=SASL_SSL", "log.kafka.sasl_mechanism=OAUTHBEARER"],
+            "needs log.kafka.sasl_oauth_token =",
+        ),
+        (["log.kafka.sasl_username=me"], '"PLAINTEXT" never logs in; set it to "SASL_SSL"'),
+        (["log.kafka.ssl_cafile=ca.pem"], '"PLAINTEXT" encrypts nothing; set it to "SSL"'),
+        (
+            ["log.kafka.security_protocol=SSL", "log.kafka.ssl_keyfile=key.pem"],
+            "without log.kafka.ssl_certfile",
+        ),
+        (["log.kafka.min_insync_replicas=2"], "no append could ever be acknowledged"),
+        (["log.kafka.bytes_in_flight=2000000"], "the largest record could never be sent"),
+        (["log.kafka.delivery_timeout_s=5"], "an append would be given up before it was tried once"),
+        (["log.kafka.session_timeout_s=5"], "must be a number >= 6"),
         (["rollout.rollout_top_p=0.9"], "log-probs would belong to another policy"),
         (["rollout.rollout_top_k=50"], "log-probs would belong to another policy"),
         (["rollout.rollout_temperature=0"], "greedy samples of a group are all alike"),
@@ -440,9 +464,48 @@ def test_a_redacted_secret_is_never_loaded_as_the_secret_itself() -> None:
     assert "the secret was not written here" in refusal('log.kafka.sasl_password="<redacted>"')
 
 
+def test_a_secret_in_a_file_is_read_again_each_time(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    reference = f"file:{token}"
+    config = build_config(
+        LEAST,
+        [
+            f"log.kafka.sasl_oauth_token={reference}",
+            "log.kafka.security_protocol=SASL_SSL",
+            "log.kafka.sasl_mechanism=OAUTHBEARER",
+            f"reward.options.api_key={reference}",
+            "reward.options.rules=file:///data/rules.json",
+        ],
+    )
+    assert f'sasl_oauth_token = "{reference}"' in dump_toml(config)
+    for value in ("first", "second"):
+        token.write_text(f"{value}\n")
+        assert secret(reference, "log.kafka.sasl_oauth_token") == value
+        options = with_secrets(config.reward.options, "reward.options")
+        assert options == {"api_key": value, "rules": "file:///data/rules.json"}
+    token.write_text("\n")
+    with pytest.raises(ConfigError, match=r"log\.kafka\.sasl_oauth_token = .*: that file is empty"):
+        secret(reference, "log.kafka.sasl_oauth_token")
+    token.unlink()
+    with pytest.raises(ConfigError, match="that file cannot be read"):
+        secret(reference, "log.kafka.sasl_oauth_token")
+
+
+@pytest.mark.parametrize("value", ["file:secret.txt", "env:", "hunter2", "file:/a\nb"])
+def test_what_is_no_reference_is_taken_for_the_secret_itself(value: str) -> None:
+    message = refusal(log={"kafka": {"ssl_key_password": value}})
+    assert "log.kafka.ssl_key_password = <redacted>" in message
+
+
 def test_a_reference_to_a_secret_is_kept_and_opened_on_use() -> None:
     config = build_config(
-        LEAST, ["log.kafka.sasl_password=env:KAFKA_PASSWORD", "reward.options.judge.api_key=env:JUDGE_KEY"]
+        LEAST,
+        [
+            "log.kafka.security_protocol=SASL_SSL",
+            "log.kafka.sasl_username=me",
+            "log.kafka.sasl_password=env:KAFKA_PASSWORD",
+            "reward.options.judge.api_key=env:JUDGE_KEY",
+        ],
     )
     assert 'sasl_password = "env:KAFKA_PASSWORD"' in dump_toml(config)
     environ = {"KAFKA_PASSWORD": "hunter2", "JUDGE_KEY": "k"}
@@ -518,13 +581,16 @@ def test_the_structs_are_frozen() -> None:
 
 
 def test_marks_name_the_settings_that_they_should() -> None:
-    assert {key for key, _ in marked("secret")} == {"log.kafka.sasl_password"}
+    secrets = {"sasl_password", "sasl_oauth_token", "ssl_key_password"}
+    assert {key for key, _ in marked("secret")} == {f"log.kafka.{name}" for name in secrets}
     assert {key for key, _ in marked("path")} == {
         "run.dir",
         "data.path",
         "model.path",
         "eval.path",
         "log.kafka.ssl_cafile",
+        "log.kafka.ssl_certfile",
+        "log.kafka.ssl_keyfile",
     }
 
 

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from engine.config import Config, build_config
+from engine.config_fields import replaced
 from engine.launch.daemon import DaemonSpec, last_words
-from engine.launch.local import LocalLauncher, Outcome, daemons_of
-from streams.errors import ConfigError
+from engine.launch.local import LocalLauncher, Outcome, daemons_of, finished_at
+from streams.errors import ConfigError, LogUnavailable
+from streams.memory import MemoryLog
 
 DEADLINE_S = 20.0
 
@@ -53,6 +55,9 @@ if behaviour == "crash and say so":
 if behaviour == "wrong config":
     print("model.path: no such folder", file=sys.stderr)
     sys.exit(2)
+if behaviour == "fenced":
+    print("millstream: epoch 7 (trainer-4711-ab on host-b) has taken over run x", file=sys.stderr)
+    sys.exit(3)
 if behaviour == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 if behaviour == "leave once" and first:
@@ -90,7 +95,12 @@ def config_of(folder: Path, **supervisor: float) -> Config:
 
 
 def launcher_of(
-    folder: Path, behaviours: dict[str, str], *, parent: int = 0, **supervisor: float
+    folder: Path,
+    behaviours: dict[str, str],
+    *,
+    parent: int = 0,
+    prepare: Callable[[Callable[[], bool]], None] | None = None,
+    **supervisor: float,
 ) -> LocalLauncher:
     def command(spec: DaemonSpec) -> list[str]:
         script = str(folder / "daemon.py")
@@ -100,6 +110,7 @@ def launcher_of(
         config_of(folder, **supervisor),
         [DaemonSpec(role) for role in behaviours],
         command=command,
+        prepare=prepare,
         finished=(folder / "finished").exists,
     )
 
@@ -194,6 +205,46 @@ def test_a_wrong_configuration_is_not_tried_again(folder: Path):
     assert outcome.code == 2
     assert outcome.cause.endswith("model.path: no such folder")
     assert starts(folder, "rollout") == 1
+
+
+def test_a_trainer_that_was_fenced_is_not_started_again_and_the_other_one_is_named(folder: Path):
+    outcome = run(launcher_of(folder, {"feeder": "work", "trainer": "fenced"}, max_restarts=5))
+    assert outcome.code == 3
+    assert "trainer-4711-ab on host-b" in outcome.cause and "a run has one trainer" in outcome.cause
+    assert starts(folder, "trainer") == 1
+    assert (folder / "feeder-0.stopped").exists(), "the other supervisor's daemons do the work now"
+
+
+def test_a_trainer_that_was_fenced_from_a_run_that_is_finished_does_not_fail_it(folder: Path):
+    (folder / "finished").touch()
+    assert run(launcher_of(folder, {"feeder": "work", "trainer": "fenced"})) == Outcome(0)
+
+
+def test_nothing_is_started_before_the_topics_are_there(folder: Path):
+    asked: list[bool] = []
+
+    def prepare(stop: Callable[[], bool]) -> None:
+        asked.append(stop())
+        raise LogUnavailable("no broker answers")
+
+    launcher = launcher_of(folder, {"trainer": "work"}, prepare=prepare)
+    assert launcher.run(lambda: True) == Outcome(130, "interrupted")
+    assert asked == [True] and not list(folder.glob("*.up.*"))
+    with pytest.raises(LogUnavailable):
+        launcher_of(folder, {"trainer": "work"}, prepare=prepare).run(lambda: False)
+
+
+def test_a_log_that_does_not_answer_says_nothing_of_the_end_of_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    class Absent(MemoryLog):
+        def topics(self) -> dict[str, int]:
+            raise LogUnavailable("no broker answers")
+
+    monkeypatch.setattr("engine.roles.open_log", lambda url, **settings: Absent())
+    config = replaced(config_of(folder), "log.url", "kafka://127.0.0.1:1")
+    assert finished_at(config) is None
+    assert "counts as going on: no broker answers" in caplog.text
 
 
 def test_a_daemon_that_leaves_early_without_an_error_is_started_again(folder: Path):
@@ -295,15 +346,20 @@ def test_the_last_words_are_those_of_the_newest_incarnation(tmp_path: Path):
     assert last_words(log) == "new"
 
 
-def test_a_run_has_one_daemon_of_each_role_and_the_asked_rollout_replicas(tmp_path: Path):
+def test_a_run_has_one_daemon_of_each_role_and_the_asked_replicas(tmp_path: Path):
     config = build_config(
         {
             "run": {"dir": str(tmp_path)},
             "data": {"path": "prompts.jsonl"},
-            "reward": {"function": "exact"},
+            "reward": {"function": "exact", "replicas": 3},
             "rollout": {"backend": "scripted", "replicas": 2},
             "trainer": {"backend": "scalar"},
         }
     )
     names = [f"{spec.name}/{spec.replicas}" for spec in daemons_of(config)]
-    assert names == ["feeder-0/1", "rollout-0/2", "rollout-1/2", "reward-0/1", "collector-0/1", "trainer-0/1"]
+    assert names == [
+        "feeder-0/1",
+        *("rollout-0/2", "rollout-1/2"),
+        *("reward-0/3", "reward-1/3", "reward-2/3"),
+        *("collector-0/1", "trainer-0/1"),
+    ]

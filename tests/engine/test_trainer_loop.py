@@ -16,7 +16,7 @@ from engine.interfaces import BadStep
 from engine.trainer.loop import TooManyBadSteps, Trainer
 from engine.trainer.scalar_backend import ScalarBackend
 from engine.weights.store import WeightStore
-from streams.errors import ConfigError, Fenced, LogFull, LogUnavailable
+from streams.errors import ConfigError, Fenced, LogError, LogFull, LogUnavailable, RecordsLost
 from streams.events import (
     BatchCut,
     CheckpointSaved,
@@ -30,7 +30,7 @@ from streams.events import (
     StepSkipped,
     WeightsPublished,
 )
-from tests.support.events import EPOCH, completed, events, finished, put, run_log
+from tests.support.events import EPOCH, completed, events, finished, put, run_log, task
 from tests.support.world import World
 
 
@@ -511,3 +511,69 @@ def test_a_late_copy_of_its_own_epoch_is_no_takeover(bench):
     again = bench.world.trainer()  # and a fresh start goes on
     assert again.epoch > bench.trainer.epoch
     again.close()
+
+
+def lose_groups(bench) -> None:
+    """Six groups are complete, the first three records of them are removed before a second trainer has read any."""
+    for seq in range(6):
+        put(bench.log, bench.topics, "tasks", task(seq, n_samples=2))
+    for seq in range(6):
+        offsets = [
+            put(bench.log, bench.topics, "trajectories", finished(seq, index, seq, n_samples=2))
+            for index in range(2)
+        ]
+        put(
+            bench.log,
+            bench.topics,
+            "groups",
+            completed(seq, offsets=offsets, frontier=seq + 1, progress={}),
+        )
+    put(bench.log, bench.topics, "tasks", task(6, n_samples=2))  # still open
+    bench.log.truncate_before(bench.topics.name("groups"), 0, 3)
+
+
+def test_a_trainer_whose_groups_were_removed_unread_stops_and_says_so(bench):
+    lose_groups(bench)
+    with pytest.raises(RecordsLost, match=r"trainer: 3 events of run\.groups/0 are lost \(offsets 0 to 2\)"):
+        bench.world.trainer()
+
+
+def test_a_trainer_told_to_continue_drops_the_removed_groups_by_name_and_trains_the_rest(tmp_path):
+    bench = Bench(tmp_path, on_lost="continue")
+    try:
+        lose_groups(bench)
+        bench.trainer.close()
+        bench.trainer = bench.world.trainer()
+        bench.flush()
+        bench.settle()
+        (first, *_) = bench.ledger(BatchCut)
+        assert [(drop.seq, drop.reason) for drop in first.drops] == [(0, "lost"), (1, "lost"), (2, "lost")]
+        trained = [group.seq for cut in bench.ledger(BatchCut) for group in cut.groups]
+        assert trained == [3, 4]
+        assert bench.trainer.losses.count == 3
+        assert bench.trainer.ledger.frontier == 5 and not bench.trainer.ledger.is_closed(6)
+    finally:
+        bench.trainer.close()
+        bench.world.close()
+
+
+def test_a_trainer_that_cannot_make_a_step_again_says_what_is_missing(bench):
+    for seq in range(2):
+        bench.group(seq)
+    bench.settle()
+    assert len(bench.ledger(BatchCut)) == 1
+    bench.log.truncate_before(bench.topics.name("trajectories"), 0, 2)
+    with pytest.raises(LogError, match=r"step 1 cannot be made again from the log: .* removed by retention"):
+        bench.world.trainer()
+
+
+def test_a_fenced_trainer_names_the_other_one(bench):
+    other = bench.world.trainer()
+    other._publisher.flush(timedelta(seconds=10))
+    try:
+        with pytest.raises(
+            Fenced, match=rf"epoch {other.epoch} \(trainer-\d+-[0-9a-f]+ on .+\) has taken over"
+        ):
+            bench.trainer.round()
+    finally:
+        other.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from pathlib import Path
 
 import msgspec
@@ -11,10 +12,13 @@ import pytest
 from rich.console import Console
 
 from engine import report, view
+from engine.commands import common
 from engine.config import build_config
+from engine.config_fields import replaced
 from engine.settings import Config
 from replay.progress import RunProgress
 from streams import codec
+from streams.errors import LogUnavailable
 from streams.events import Metrics
 from streams.memory import MemoryLog
 from streams.open import open_log
@@ -120,6 +124,50 @@ def test_the_report_is_written_from_the_log(tmp_path: Path):
     assert (tmp_path / "run" / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "last_reward" in text and "zero_variance 1" in text
     assert f"millstream verify {tmp_path / 'run'}" in text
+
+
+def test_the_view_stands_still_while_the_log_does_not_answer_and_goes_on_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    class Flaky(MemoryLog):
+        is_down = True
+
+        def _check_open(self) -> None:
+            super()._check_open()
+            if self.is_down:
+                raise LogUnavailable("no broker answers")
+
+    memory, topics = recorded()
+    log = Flaky(memory._store)  # type: ignore[attr-defined]
+    monkeypatch.setattr(common, "open_for_reading", lambda config, interrupted: log)
+    config = replaced(config_of(tmp_path), "log.url", "kafka://127.0.0.1:1")
+    shown = view._Plain(config)
+    with caplog.at_level("INFO"):
+        for _ in range(3):
+            shown._due = 0.0
+            shown.update(done=False)
+        assert (
+            caplog.text.count(
+                "the log does not answer within 5 s, so the view stands still: no broker answers"
+            )
+            == 1
+        )
+        assert shown._due > time.monotonic() + 5, "and it is not asked again at once"
+        log.is_down = False
+        shown._due = 0.0
+        shown.update(done=False)
+    assert "step 3, version 3" in caplog.text
+    assert topics.run == "run"
+
+
+def test_a_log_that_does_not_answer_costs_the_report_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def absent(config):
+        raise LogUnavailable("no broker answers")
+
+    monkeypatch.setattr(common, "open_for_reading", absent)
+    assert "no summary, for the log does not answer" in report.write_report(config_of(tmp_path), "a run")
 
 
 def test_a_run_that_never_began_has_no_report(tmp_path: Path):

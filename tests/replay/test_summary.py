@@ -119,8 +119,8 @@ def test_queues_are_what_lies_before_each_stage():
     log, topics = recorded()
     progress = RunProgress(log, topics)
     assert progress.queues() == {"rollout": 6, "reward": 12, "collector": 0, "trainer": 6}
-    log.commit_hint("rollout", {TopicPartition("run.tasks", 0): 3, TopicPartition("run.tasks", 1): 1})
-    log.commit_hint("trainer", {TopicPartition("run.groups", 0): 3, TopicPartition("run.groups", 1): 3})
+    log.commit_hint("run.rollout", {TopicPartition("run.tasks", 0): 3, TopicPartition("run.tasks", 1): 1})
+    log.commit_hint("run.trainer", {TopicPartition("run.groups", 0): 3, TopicPartition("run.groups", 1): 3})
     assert progress.queues() == {"rollout": 2, "reward": 12, "collector": 0, "trainer": 0}
 
 

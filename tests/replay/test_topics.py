@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from replay.topics import as_json, as_table, columns, partition_rows
+from replay.topics import as_json, as_table, columns, partition_rows, waiting
 from streams.log import TopicPartition
 from streams.memory import MemoryLog
 from streams.topics import Topics
@@ -37,16 +37,32 @@ def test_a_topic_that_is_not_there_and_one_of_another_run_are_left_out():
     assert [row.topic for row in partition_rows(log, Topics("run", 1))] == ["run.tasks"]
 
 
+def test_groups_of_other_runs_on_the_same_log_are_left_out():
+    log, topics = recorded()
+    place = TopicPartition("run.tasks", 0)
+    for group in ("run.rollout", "run2.rollout", "run.b.rollout", "rollout"):
+        log.commit_hint(group, {place: 1})
+    assert partition_rows(log, topics)[0].groups == {"rollout": 1}
+    assert (topics.group("rollout"), topics.role("run.rollout")) == ("run.rollout", "rollout")
+
+
+def test_what_waits_is_quick_to_tell():
+    log, topics = recorded()
+    assert waiting(log, topics, "tasks", "rollout") == 6
+    log.commit_hint("run.rollout", {TopicPartition("run.tasks", 0): 1, TopicPartition("run.tasks", 1): 3})
+    assert waiting(log, topics, "tasks", "rollout") == 2
+
+
 def test_lag_is_what_lies_between_the_hint_and_the_end():
     log, topics = recorded()
-    log.commit_hint("rollout", {TopicPartition("run.tasks", 0): 1, TopicPartition("run.tasks", 1): 3})
+    log.commit_hint("run.rollout", {TopicPartition("run.tasks", 0): 1, TopicPartition("run.tasks", 1): 3})
     rows = partition_rows(log, topics)
     assert [row.lag("rollout") for row in rows[:2]] == [2, 0]
 
 
 def test_a_hint_from_before_retention_counts_only_what_is_still_there():
     log, topics = recorded()
-    log.commit_hint("rollout", {TopicPartition("run.tasks", 0): 0})
+    log.commit_hint("run.rollout", {TopicPartition("run.tasks", 0): 0})
     log.truncate_before("run.tasks", 0, 2)
     row = partition_rows(log, topics)[0]
     assert (row.start, row.end, row.records, row.lag("rollout")) == (2, 3, 1, 1)
@@ -55,7 +71,7 @@ def test_a_hint_from_before_retention_counts_only_what_is_still_there():
 def test_the_tables_are_kafkas():
     log, topics = recorded()
     assert "GROUP" not in as_table(partition_rows(log, topics))
-    log.commit_hint("rollout", {TopicPartition("run.tasks", 0): 1})
+    log.commit_hint("run.rollout", {TopicPartition("run.tasks", 0): 1})
     lines = [line.split() for line in as_table(partition_rows(log, topics)).splitlines()]
     assert lines[0] == ["TOPIC", "PARTITION", "START", "END", "RECORDS"]
     assert lines[1] == ["run.tasks", "0", "0", "3", "3"]
@@ -65,7 +81,7 @@ def test_the_tables_are_kafkas():
 
 def test_json_is_one_object_per_partition():
     log, topics = recorded()
-    log.commit_hint("rollout", {TopicPartition("run.tasks", 0): 1})
+    log.commit_hint("run.rollout", {TopicPartition("run.tasks", 0): 1})
     first = msgspec.json.decode(as_json(partition_rows(log, topics)).splitlines()[0])
     assert first == {
         "topic": "run.tasks",

@@ -161,8 +161,9 @@ class World:
             stage = self.stages[name] = self._make(name)
         self.moves += 1
         moved = stage.round()
-        if isinstance(stage, Trainer):  # its publishing thread is no part of the schedule
+        if isinstance(stage, Trainer):  # its writing threads are no part of the schedule
             stage._publisher.flush(timedelta(seconds=30))
+            stage._saver.flush(timedelta(seconds=30))
         return moved
 
     def crash(self, name: str) -> None:

@@ -1,0 +1,200 @@
+"""Runs on a real broker, daemon by daemon: what tests of faults need besides tests/faults/harness.py.
+
+    run_on(folder, address, prefix) ──► Config, its topics made
+    Daemons(config).start("reward") ──► Daemon: `millstream serve`, as a user starts it
+    put_groups, put_samples ──► what other stages would have written          eventually(lambda: …, "what is awaited")
+
+Nobody supervises a `Daemon`: one that is killed stays away until the test starts it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from engine.config import Config
+from engine.launch.local import THREAD_VARIABLES
+from streams import codec
+from streams.events import Event, Metrics
+from streams.log import EventLog
+from streams.topics import Topics
+from tests.faults import harness
+from tests.support.events import events, finished, task
+
+ROOT = Path(__file__).parents[2]
+SOON_S = 60.0  # of a wait without a bound of its own: far more than anything here takes on a quiet machine
+KAFKA = {"session_timeout_s": 6.0, "delivery_timeout_s": 10.0, "request_timeout_s": 3.0, "ingest": "thread"}
+
+_T = TypeVar("_T")
+
+
+# -- a run
+
+
+def run_on(folder: Path, address: str, prefix: str, **changes: dict[str, Any]) -> Config:
+    """A run of one partition and one daemon of each role, in its directory `folder/run`, its topics made."""
+    sections: dict[str, dict[str, Any]] = {"log": {"partitions": 1, "kafka": KAFKA}, "reward": {"replicas": 1}}
+    for section, values in changes.items():
+        sections.setdefault(section, {}).update(values)
+    sections.setdefault("rollout", {}).setdefault("replicas", 1)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = harness.configuration(folder, f"kafka://{address}/{prefix}", **sections)
+    harness.begin(config)
+    return config
+
+
+def scoring(calls: Path, **options: Any) -> dict[str, Any]:
+    """The section [reward] for tests.support.scoring, whose calls are written down in the file `calls`."""
+    return {"function": "tests.support.scoring:reward", "workers": 1, "options": {"calls": str(calls), **options}}
+
+
+def calls_in(file: Path) -> list[str]:
+    """Uids in the order in which they were scored."""
+    return file.read_text("utf-8").splitlines() if file.exists() else []
+
+
+# -- daemons
+
+
+class Daemon:
+    """One `millstream serve`. Its output goes to a file; `text()` is what it has said so far."""
+
+    def __init__(self, name: str, command: Sequence[str], out: Path) -> None:
+        self.name, self.out = name, out
+        environ = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": str(ROOT)}
+        self.began = time.monotonic()
+        with out.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environ
+            )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def text(self) -> str:
+        return self.out.read_text("utf-8", "replace")
+
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        """As a crash does: SIGKILL."""
+        self.process.kill()
+        self.process.wait(SOON_S)
+
+    def suspend(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def terminate(self) -> None:
+        self.process.terminate()
+
+    def exit_code(self, timeout_s: float = SOON_S) -> int:
+        """Wait for its end."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} did not end within {timeout_s} s:\n{self.text()}") from None
+
+    def cpu_s(self) -> float:
+        """Seconds of processor time that it has used, its threads together."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Daemons(contextlib.AbstractContextManager["Daemons"]):
+    """Starts daemons of one run; none of them outlives it."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.started: list[Daemon] = []
+
+    def start(self, role: str, replica: str = "0/1", *options: str, script: str = "") -> Daemon:
+        """`millstream serve ROLE --replica …`; with `script`, that Python text runs first, in the same process."""
+        name = f"{role}-{replica.partition('/')[0]}"
+        arguments = ["serve", role, self.config.run.dir, "--replica", replica, *options]
+        command = [sys.executable, "-m", "engine.cli", *arguments]
+        if script:
+            main = f"{script}\nimport sys\nfrom engine.cli import main\nsys.exit(main({arguments!r}))\n"
+            command = [sys.executable, "-c", main]
+        daemon = Daemon(name, command, Path(self.config.run.dir) / f"{name}.{len(self.started)}.out")
+        self.started.append(daemon)
+        return daemon
+
+    def __exit__(self, *_: object) -> None:
+        for daemon in self.started:
+            if daemon.is_running():
+                daemon.kill()  # also one that is stopped by SIGSTOP
+
+
+def millstream(*arguments: str, timeout_s: float = SOON_S) -> subprocess.CompletedProcess[str]:
+    """A command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "engine.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+# -- what lies in the log
+
+
+def put_all(log: EventLog, topics: Topics, word: str, found: Sequence[Event], partition: int = 0) -> int:
+    """All of them in one append; returns the offset of the first."""
+    records = [codec.encode(event, producer="test") for event in found]
+    return log.append(topics.name(word), partition, records)
+
+
+def put_groups(log: EventLog, topics: Topics, first: int, count: int, n_samples: int = 4) -> None:
+    """Tasks and finished samples of groups `first`, `first` + 1, … in partition 0, whose offsets are their seqs. The
+    right answer to all is "7"; their tokens are of version 0, made in the first epoch of an orderly run."""
+    seqs = range(first, first + count)
+    put_all(log, topics, "tasks", [task(seq, n_samples) for seq in seqs])
+    samples = [finished(seq, index, seq, n_samples=n_samples) for seq in seqs for index in range(n_samples)]
+    put_all(log, topics, "trajectories", samples)
+
+
+def everywhere(log: EventLog, topics: Topics, word: str) -> Iterator[tuple[int, Any]]:
+    """(partition, event) of all known events of a topic."""
+    for partition in range(topics.count(word)):
+        for event in events(log, topics, word, partition):
+            yield partition, event
+
+
+def newest_metrics(log: EventLog, topics: Topics, source: str) -> dict[str, float]:
+    """What that daemon said last; nothing before its first word."""
+    said = [e for e in events(log, topics, "metrics") if isinstance(e, Metrics) and e.source == source]
+    return said[-1].values if said else {}
+
+
+def ends(log: EventLog, topics: Topics, words: Sequence[str]) -> dict[tuple[str, int], int]:
+    return {(word, p): log.end(topics.name(word), p) for word in words for p in range(topics.count(word))}
+
+
+# -- waiting
+
+
+def eventually(claim: Callable[[], _T], what: str, timeout_s: float = SOON_S, *daemons: Daemon) -> _T:
+    """The first true answer. While waiting, none of the `daemons` may end."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := claim()):
+        for daemon in daemons:
+            assert daemon.is_running(), f"{daemon.name} ended while this was awaited: {what}\n{daemon.text()}"
+        assert time.monotonic() < deadline, (
+            f"not within {timeout_s} s: {what}" + "".join(f"\n{d.name}:\n{d.text()[-4000:]}" for d in daemons)
+        )
+        time.sleep(0.02)
+    return answer
