@@ -2,6 +2,7 @@
 #
 #   make demo                        learn a small task end to end (DEMO_ARGS="--task reverse --seed 1" …)
 #   make test                        the tests, without those marked slow (TEST_ARGS="-k codec" …)
+#   make soak                        kills of every daemon and of the broker, audited (SOAK_ARGS="--kills 200" …)
 #
 # Packages come from wherever pip is set up to look (PIP_INDEX_URL and the like are handed on to uv).
 
@@ -9,16 +10,17 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
 TEST_ARGS ?=
+SOAK_ARGS ?=
 BENCH ?= $(sort $(wildcard benchmarks/*.py))
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-slow check format docs bench clean
+.PHONY: help setup demo test test-slow check format docs bench soak clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | demo | test | test-slow | check | format | docs | bench | clean"
+	@echo "make setup | demo | test | test-slow | check | format | docs | bench | soak | clean"
 
 setup: $(STAMP)
 
@@ -58,6 +60,10 @@ docs: $(STAMP)
 
 bench: $(STAMP)
 	set -e; for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script; done
+
+# Every daemon and the broker killed and stopped after every hand-over, on both logs; the summary is left in soak.json.
+soak: $(STAMP)
+	$(BIN)/python -m tests.faults.soak $(SOAK_ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
