@@ -491,6 +491,7 @@ def _member_of(event: RewardAssigned) -> Member:
         reward=event.reward,
         components=event.components,
         n_response_tokens=event.n_response_tokens,
+        payload_digest=event.payload_digest,
         trainable_versions=event.trainable_versions,
         started_ms=event.started_ms,
         finished_ms=event.finished_ms,

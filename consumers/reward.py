@@ -28,6 +28,7 @@ import msgspec
 from consumers.lanes import Lanes
 from consumers.losses import Losses, OnLost
 from consumers.outbox import Outbox
+from consumers.rewards.calls import PoolError
 from consumers.rewards.pool import NotScored, Outcome, Scored, ScoringPool
 from consumers.rewards.types import RewardInput
 from consumers.runner import (
@@ -49,6 +50,7 @@ from streams.errors import CodecError, InvalidEvent, LogUnavailable
 from streams.events import Event, Metrics, RewardAssigned, RolloutFailed, ScoringFailed, TrajectoryFinished
 from streams.log import EventLog, Record, TopicPartition
 from streams.topics import Topics
+from streams.trajectory import payload_digest
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +136,13 @@ class RewardStage:
         self._ledger_position = self.log.start(self.topics.name("ledger"), 0)
 
     def close(self) -> int:
-        """Wait a moment for what was sent, then give the share back. Returns how many events are not delivered."""
+        """Send the verdicts that are there, wait a moment for what was sent, then give the share back. Returns how many
+        events are not delivered."""
+        for lane in self._lanes.values():
+            try:
+                self._collect(lane)
+            except PoolError:
+                pass  # what has ended the stage is no verdict, and said elsewhere
         return self._lanes.close()
 
     def run(self, stop: Stop) -> int:
@@ -326,6 +334,7 @@ class RewardStage:
             n_prompt_tokens=event.n_prompt_tokens,
             n_response_tokens=event.n_response_tokens,
             trainable_versions=runs,
+            payload_digest=payload_digest(event),
             finish_reason=event.finish_reason,
             scoring_s=outcome.seconds,
             started_ms=event.started_ms,

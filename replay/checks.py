@@ -259,6 +259,9 @@ def _wrong_sample(evidence: Evidence, group: CutGroup, member: CutMember) -> str
     scored = 0 if completed is None else completed.lengths.get(member.uid, 0)
     if scored not in (0, sample.n_response_tokens):
         return f"{where} has {sample.n_response_tokens} response tokens, {scored} were scored"
+    digest = "" if completed is None else completed.digests.get(member.uid, "")
+    if digest not in ("", sample.digest):
+        return f"{where} holds another payload ({sample.digest[:12]}) than was scored ({digest[:12]})"
     return ""
 
 

@@ -25,7 +25,7 @@ from streams.events import (
 )
 from streams.log import EventLog
 from streams.topics import Topics
-from streams.trajectory import open_payload
+from streams.trajectory import open_payload, payload_digest
 
 Place = tuple[int, int]  # (partition, offset) in the topic that the context names
 
@@ -45,6 +45,7 @@ class Sample(NamedTuple):
     trainable: Sequence[VersionRun] = ()
     engine: str = ""
     n_response_tokens: int = 0
+    digest: str = ""
     problem: str = ""
     gone: bool = False  # removed by retention: nothing can be said of it any more
 
@@ -53,6 +54,7 @@ class Completed(NamedTuple):
     group_id: str
     members: dict[str, tuple[int, float]]  # uid → (trajectory offset, reward)
     lengths: dict[str, int]  # uid → response tokens; 0: not said
+    digests: dict[str, str]  # uid → digest of the payload that was scored; "": not said
 
 
 class Letter(NamedTuple):
@@ -190,7 +192,8 @@ def _read_groups(log: EventLog, topics: Topics, partition: int, wanted: set[int]
         if isinstance(event, GroupCompleted) and entry.offset in wanted:
             members = {member.uid: (member.trajectory_offset, member.reward) for member in event.members}
             lengths = {member.uid: member.n_response_tokens for member in event.members}
-            found.completed[partition, entry.offset] = Completed(event.group_id, members, lengths)
+            digests = {member.uid: member.payload_digest for member in event.members}
+            found.completed[partition, entry.offset] = Completed(event.group_id, members, lengths, digests)
         _count_problem("groups", entry.problem, entry.unknown.type if entry.unknown else "", found)
     start, _ = kept(log, topic, partition)
     found.completed.update({(partition, offset): None for offset in wanted if 0 <= offset < start})
@@ -207,7 +210,8 @@ def _sample(entry: Entry | None) -> Sample:
         trainable = columns.trainable_runs(payload.versions, payload.loss_mask)
     except (CodecError, InvalidEvent) as error:
         return Sample(event.uid, event.group_id, problem=str(error))
-    return Sample(event.uid, event.group_id, trainable, event.engine, len(payload.response_ids))
+    length, digest = len(payload.response_ids), payload_digest(event)
+    return Sample(event.uid, event.group_id, trainable, event.engine, length, digest)
 
 
 def _letter(log: EventLog, at: int, event: DeadLetter) -> Letter:

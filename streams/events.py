@@ -134,6 +134,9 @@ class RewardAssigned(MemberOf, frozen=True, kw_only=True, tag="reward_assigned")
     n_prompt_tokens: NonNegative
     n_response_tokens: NonNegative
     trainable_versions: VersionRuns  # version runs over trainable tokens only
+    payload_digest: str = (
+        ""  # of the trajectory that was scored (streams.trajectory.payload_digest); "": not said
+    )
     finish_reason: str = ""
     scoring_s: float = 0.0
     started_ms: int = 0
@@ -159,6 +162,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     components: dict[str, float] = {}
     n_response_tokens: int = 0
+    payload_digest: str = ""  # as in RewardAssigned
     trainable_versions: VersionRuns = []
     started_ms: int = 0
     finished_ms: int = 0

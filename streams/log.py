@@ -230,7 +230,8 @@ class EventLog(abc.ABC):
         stay below `offset`). The caller answers for what readers still need (DESIGN §4, Poison)."""
 
     def settle(self, topic: str, partition: int) -> None:  # noqa: B027 - most logs have nothing to do
-        """Decide what becomes of appends whose writer has died: when this returns, each is visible or never will be.
+        """Decide what becomes of appends whose writer has died, or was told LogUnavailable by this handle: when this
+        returns, each of them is visible or never will be. Raises LogUnavailable when that cannot be had in time.
 
         A broker decides it by itself; a log of files may leave it to its next writer.
         """

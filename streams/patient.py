@@ -112,7 +112,10 @@ class PatientLog(EventLog):
                     raise
                 waiting.failed(error)
                 self._pause(waiting.pause_s)
+                self.settle(*place)  # what failed could otherwise land after it was looked for
                 offset = self._landed(place, records, began_ms)
+                if offset is not None:
+                    logger.info("%s: the append to %s/%d had landed after all", self._who, *place)
         waiting.over()
         return offset
 

@@ -60,4 +60,6 @@ class Topics(NamedTuple):
             except UnknownTopic:
                 missing.append(self.name(word))
         if missing:
-            raise UnknownTopic(f"the log has no topic {', '.join(missing)}")
+            noun = "topic" if len(missing) == 1 else "topics"
+            verb = "does not exist" if len(missing) == 1 else "do not exist"
+            raise UnknownTopic(f"{noun} {', '.join(missing)} {verb}")

@@ -7,6 +7,7 @@ is the one door out of it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -224,3 +225,16 @@ def _check_versions(versions: Any, count: int, uid: str) -> None:
         total += n_tokens
     if total != count:
         raise InvalidEvent("length_mismatch", f"version runs cover {total}≠{count} response tokens", uid=uid)
+
+
+def payload_digest(event: TrajectoryFinished) -> str:
+    """BLAKE2b-128 (hex) of what is trained on: ids, mask, log-probs and version runs, as they lie in the event.
+
+    Says nothing of the rest, so that a reader of a newer schema, with more fields, gets the same.
+    """
+    content = hashlib.blake2b(digest_size=16)
+    for column in (event.prompt_ids, event.response_ids, event.loss_mask, event.logprobs):
+        content.update(len(column).to_bytes(8, "little"))
+        content.update(column)
+    content.update(repr([tuple(run) for run in event.versions]).encode())
+    return content.hexdigest()

@@ -64,10 +64,26 @@ def refuse_other_run(config: Config, *, patient: bool = True) -> None:
     if started is not None and started.config_fingerprint != ours:
         raise ConfigError(
             f"{run_dir}: its ledger was begun by run {started.run!r} with the fingerprint "
-            f"{started.config_fingerprint[:12]}, this configuration has {ours[:12]}: a setting of the run's data "
-            f"(prompts, policy, sampling, scoring, batches, optimizer) was changed in {CONFIG_FILE}; "
+            f"{started.config_fingerprint[:12]}, this configuration has {ours[:12]}: {_changed(started, config)}; "
             "set it back, or give this run a directory of its own (run.dir) and, on Kafka, a name of its own (run.name)"
         )
+
+
+def _changed(started: RunStarted, config: Config) -> str:
+    """What differs from the manifest; it holds few settings by value, and the fingerprint of all."""
+    pairs = {
+        "log.partitions": (started.partitions, config.log.partitions),
+        "rollout.n_samples_per_prompt": (started.n_samples_per_prompt, config.rollout.n_samples_per_prompt),
+        "trainer.rollout_batch_size": (started.rollout_batch_size, config.trainer.rollout_batch_size),
+        "run.seed": (started.seed, config.run.seed),
+    }
+    found = [f"{key}: the run has {had}, asked for {now}" for key, (had, now) in pairs.items() if had != now]
+    if found:
+        return ", ".join(found)
+    return (
+        "a setting of the run's data (prompts, policy, sampling, scoring, batches, optimizer) was changed in "
+        f"{CONFIG_FILE}"
+    )
 
 
 def run_started(config: Config, *, patient: bool = True) -> RunStarted | None:

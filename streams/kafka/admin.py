@@ -24,7 +24,7 @@ from kafka.structs import OffsetAndMetadata
 from kafka.structs import TopicPartition as Place
 
 from streams.checks import check_name, check_partitions, no_such
-from streams.errors import LogError, LogUnavailable, OffsetOutOfRange, TopicMismatch
+from streams.errors import LogError, LogUnavailable, OffsetOutOfRange, TopicMismatch, UnknownTopic
 from streams.kafka.asking import Asker, Client
 from streams.kafka.connect import explained
 from streams.kafka.settings import KafkaSettings
@@ -239,12 +239,12 @@ class Admin:
             raise explained(for_code(code)(created["error_message"]), what, self._settings)
 
     def _usable(self, topic: str) -> Topic:
-        """Wait until every partition of a topic that was just created has a leader."""
+        """Wait until every partition of a topic that was just created has a leader that knows of it."""
         timeout_s = self._settings.timeout.total_seconds()
         deadline = time.monotonic() + timeout_s
         while True:
             found = self._describe(topic)
-            if found is not None and found.is_usable:
+            if found is not None and found.is_usable and self._leaders_answer(topic, len(found.partitions)):
                 return found
             if time.monotonic() >= deadline or self._settings.interrupted():
                 raise LogUnavailable(
@@ -252,6 +252,19 @@ class Admin:
                     + ("not all of its partitions have a leader" if found else "the cluster does not show it")
                 )
             time.sleep(0.02)
+
+    def _leaders_answer(self, topic: str, partitions: int) -> bool:
+        """Brokers name a leader a moment before it takes records."""
+        full = self._settings.full(topic)
+        ends = {Place(full, partition): OffsetSpec.LATEST for partition in range(partitions)}
+        try:
+            self._asker.ask(
+                f"reach the leaders of the topic {topic!r}",
+                lambda client, left_s: client.list_partition_offsets(dict(ends), timeout_ms=left_s * 1000),
+            )
+        except UnknownTopic:
+            return False
+        return True
 
     def _check(self, found: Topic, topic: str, partitions: int, kept: bool) -> None:
         full = self._settings.full(topic)

@@ -20,13 +20,15 @@ _SAY_S = 10.0  # a wait of that length is worth a line in the log
 class Budget:
     """First come, first served: a large claim is not passed by small ones for ever.
 
-    A claim larger than the whole budget is let in alone.
+    A claim larger than the whole budget is let in alone. Once spent, the budget stays closed until a quarter of it is
+    free again: waking a thread for each record that is acknowledged costs more than sending it.
     """
 
     def __init__(self, total: int, interrupted: Callable[[], bool]) -> None:
         self._total, self._interrupted = total, interrupted
         self._changed = threading.Condition()
         self._used = 0
+        self._is_open = True
         self._line: deque[object] = deque()
         self._closed = False
 
@@ -51,7 +53,10 @@ class Budget:
     def release(self, size: int) -> None:
         with self._changed:
             self._used -= size
-            if self._line:
+            if not self._is_open and self._used <= self._total - self._total // 4:
+                self._is_open = True
+                self._changed.notify_all()
+            elif self._line and not self._used:
                 self._changed.notify_all()
 
     def close(self) -> None:
@@ -61,7 +66,10 @@ class Budget:
             self._changed.notify_all()
 
     def _fits(self, size: int) -> bool:
-        return not self._used or self._used + size <= self._total
+        if not self._used or (self._is_open and self._used + size <= self._total):
+            return True
+        self._is_open = False
+        return False
 
     def _wait(self, size: int, deadline: float, doing: str) -> None:
         me, since, said = object(), time.monotonic(), False

@@ -72,6 +72,7 @@ class ConfluentConsumer(Consumer):
             self._client.incremental_assign([self._there(place, positions[place]) for place in moved])
         self._paused = {place for place in self._paused if place in positions}.difference(moved)
         self._positions = dict(positions)
+        self._errors = [error for error in self._errors if _place_of(error) not in moved]
 
     def pause(self, places: Sequence[TopicPartition]) -> None:
         known = [place for place in places if place in self._positions]
@@ -216,3 +217,8 @@ def _record(place: TopicPartition, message: Message) -> Record:
         tuple((name, content or b"") for name, content in headers) if headers else (),
         message.value() or b"",
     )
+
+
+def _place_of(error: LogError) -> TopicPartition | None:
+    is_of_one = isinstance(error, (OffsetOutOfRange, CorruptRecord))
+    return TopicPartition(error.topic, error.partition) if is_of_one else None

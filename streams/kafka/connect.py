@@ -1,7 +1,8 @@
-"""Opening kafka-python's clients so that five of its habits do no harm.
+"""Opening kafka-python's clients so that six of its habits do no harm.
 
   - A client whose constructor fails (broker absent) leaves a thread behind: it is ended here.
   - A connection that is refused leaves its socket to the garbage collector: it is closed here.
+  - What a broker says before it hangs up is not read when both come at once, as with a refused login: here it is.
   - A refused login is tried again in silence, and told as a timeout: it is remembered, and raised, here.
   - A consumer's or producer's request for metadata creates the topics it names, where the broker allows that: here
     it never does.
@@ -59,10 +60,11 @@ class _Socket(KafkaNetSocket):
     """How kafka-python opens a connection, given as if it were a proxy: the place that it has for such classes."""
 
     SCHEMES = ("direct",)
+    new_socket: Callable[..., socket.socket] = socket.socket
 
     async def connect(self, net: Any, addrinfo: Any, socket_options: Any = (), timeout_at: Any = None) -> Any:
         family, kind, protocol, _, address = addrinfo
-        connection = self.socket(family, kind, protocol)
+        connection = self.new_socket(family, kind, protocol)
         try:
             connection.setblocking(False)
             for option in socket_options:
@@ -73,14 +75,34 @@ class _Socket(KafkaNetSocket):
             raise
 
 
-_DIRECT = "direct://"
+class _Listening(socket.socket):
+    """Tells the end of a connection by itself, not along with what was said before it."""
+
+    _has_said = False
+
+    def recv(self, *arguments: Any) -> bytes:
+        said = super().recv(*arguments)
+        if not said and self._has_said:
+            self._has_said = False
+            raise BlockingIOError  # the end is still there when what was said has been read
+        self._has_said = bool(said)
+        return said
+
+
+class _LoginSocket(_Socket):
+    SCHEMES = ("login",)
+    new_socket = _Listening
+
+
+_DIRECT, _LOGIN = "direct://", "login://"  # with TLS, streams/kafka/security.py does it
 
 
 class Network(KafkaNetClient):
     """The network client of one KafkaAdminClient or KafkaConsumer; everything on it runs on a thread of its own."""
 
     def __init__(self, heard: Heard | None, configs: Mapping[str, Any]) -> None:
-        configs = {**configs, "proxy_url": _DIRECT}
+        how = _LOGIN if configs.get("security_protocol") == "SASL_PLAINTEXT" else _DIRECT
+        configs = {**configs, "proxy_url": how}
         self._selector = NetworkSelector(**configs)
         super().__init__(net=self._selector, manager=_Manager(self._selector, heard, **configs))
         self.cluster.config["allow_auto_create_topics"] = False

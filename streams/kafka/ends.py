@@ -17,11 +17,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from streams.errors import LogClosed, LogError, LogUnavailable
+from streams.errors import LogClosed, LogError, LogUnavailable, UnknownTopic
 from streams.kafka.clients import LATEST, Consumer, new_consumer
+from streams.kafka.patience import Answer
 from streams.kafka.settings import KafkaSettings
 from streams.log import TopicPartition
 
@@ -32,6 +32,7 @@ _REFRESH_S = 0.5
 _WATCHED_S = 5.0  # after the last watch()
 _TRY_S = 1.0  # of one request to the brokers
 _PAUSE_S = 0.1  # after one that failed
+_NEW_S = 3.0  # a topic may be unknown to a broker for so long after it was made
 _REBUILD_S = 15.0  # without any answer the connection is made anew: all addresses may have changed
 _NEVER = float("-inf")
 
@@ -40,8 +41,9 @@ _NEVER = float("-inf")
 class _Ask:
     place: TopicPartition
     at: int
-    future: Future[int] | None  # None: nobody waits for it
+    future: Answer[int] | None  # None: nobody waits for it
     alone: bool = False  # it failed together with others, of which one may be at fault
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -111,9 +113,9 @@ class Ends:
 
     # -- questions
 
-    def ask(self, place: TopicPartition, at: int) -> Future[int]:
+    def ask(self, place: TopicPartition, at: int) -> Answer[int]:
         """An offset as Consumer.offsets gives it. It is asked for after this call, so the answer is never old."""
-        future: Future[int] = Future()
+        future: Answer[int] = Answer()
         self._put(_Ask(place, at, future))
         return future
 
@@ -191,8 +193,11 @@ class Ends:
                 self._consumer = new_consumer(self._settings)
             offsets = self._consumer.offsets(places, asks[0].at, _TRY_S)
         except LogUnavailable as error:
-            logger.debug("offsets: %s", error)
-            self._again(asks)
+            self._again(asks, error)
+        except UnknownTopic as error:  # by a broker that has not heard of it yet, perhaps
+            old = [ask for ask in asks if time.monotonic() - ask.since > _NEW_S]
+            _fail(old, error)
+            self._again([ask for ask in asks if ask not in old], error)
         except Exception as error:
             self._drop_consumer()
             _fail(asks, error if isinstance(error, LogError) else LogError(f"asking for offsets: {error!r}"))
@@ -218,11 +223,13 @@ class Ends:
                     self._shrunk(place, offset)
             self._changed.notify_all()
 
-    def _again(self, asks: list[_Ask]) -> None:
+    def _again(self, asks: list[_Ask], why: LogError) -> None:
         """Nobody answered: who waits gives his question up by himself, at his own deadline."""
+        logger.debug("offsets: %s", why)
         with self._asked:
             for ask in asks:
                 if ask.future is not None:
+                    ask.future.why = str(why)
                     self._asks.append(replace(ask, alone=ask.alone or len(asks) > 1))
         now = time.monotonic()
         self._failing_since = self._failing_since or now

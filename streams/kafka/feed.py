@@ -59,10 +59,18 @@ class Feed:
             now  # when anything came, and when the end was asked for because nothing did
         )
         self.missed_since: float | None = None  # since when something is known to be there that did not come
+        self.overtaken_at: float | None = None  # when a reader was first further on than next_position
         self.stopped = False  # a damaged record stands at next_position: nothing more comes
         self._records: list[Record] = []
         self._totals: list[int] = []  # bytes of all records up to and with this one
         self._read = 0  # index of the first record that no reader has had
+
+    def overtaken(self, now: float) -> float:
+        """A reader is further on: what is buffered is of no use. Returns for how many seconds that has been so."""
+        self.begin, self._records, self._totals, self._read = self.next_position, [], [], 0
+        if self.overtaken_at is None:
+            self.overtaken_at = now
+        return now - self.overtaken_at
 
     def extend(self, records: Sequence[Record], next_position: int, now: float) -> None:
         self.came_at, self.missed_since = now, None

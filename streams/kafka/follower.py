@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _UNUSED_S = 30.0  # a feed that nobody asks for is let go
 _CHECK_S = 5.0  # a feed to which nothing comes for so long: is there really nothing?
+_CATCH_UP_S = 0.5  # a feed that readers have overtaken for so long goes to where they are
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between a consumer that failed and the next
 _KEPT_PART = 8  # of a feed's share, this part is kept of what has been read
 
@@ -68,18 +69,23 @@ class Follower:
         return self._feeds.get(place)
 
     def follow(self, place: TopicPartition, position: int) -> Feed:
-        """Read ahead from there; a feed that has that in its window stays as it is, one that is further on, too."""
+        """Read ahead from there; a feed that has that in its window stays as it is, one that is further on, too.
+
+        One that lies behind is given the time to catch up by itself: moving it costs the fetch that is on its way.
+        """
         now = time.monotonic()
         feed = self._feeds.get(place)
         if feed is None:
             feed = self._feeds[place] = Feed(position, now)
-            self._ends.refresh(place)
-        elif position > feed.next_position:
+        elif position > feed.next_position and (feed.stopped or feed.overtaken(now) > _CATCH_UP_S):
             feed.jump(position, now)
-            self._ends.refresh(place)
         else:
             feed.used_at = now
+            if position <= feed.next_position:
+                feed.overtaken_at = None
             return feed
+        feed.used_at = now
+        self._ends.refresh(place)
         if self._thread is None and not self._closed:
             self._thread = threading.Thread(
                 target=self._run, name=f"millstream-kafka-{self._name}", daemon=True

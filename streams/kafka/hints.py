@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from kafka.structs import OffsetAndMetadata
 from kafka.structs import TopicPartition as Place
 
-from streams.errors import LogError, LogUnavailable
+from streams.errors import LogUnavailable
 from streams.kafka.admin import Admin
 from streams.kafka.commits import Committed
 from streams.kafka.membership import KafkaMembership
@@ -98,7 +98,7 @@ class HintWriter:
                 self._admin.commit(group, _offsets(positions), max(deadline - time.monotonic(), 0.01))
             except LogUnavailable as error:
                 self._written(group, positions, error, again=True)
-            except LogError as error:  # it has members, elsewhere
+            except Exception as error:  # a LogError when it has members, elsewhere
                 self._written(group, positions, error, again=False)
             else:
                 self._written(group, positions, None)
@@ -115,10 +115,10 @@ class HintWriter:
             if error is not None:
                 logger.debug("hints of the group %r were not written: %r", group, error)
             if error is not None and again and not self._closing:
-                self._pending[group] = {
-                    **positions,
-                    **self._pending.get(group, {}),
-                }  # newer ones may have come
+                newest = self._unwritten.get(group, {})
+                still = {place: at for place, at in positions.items() if newest.get(place) == at}
+                if still:
+                    self._pending.setdefault(group, {}).update(still)
             else:
                 self._done(group, positions)
             self._changed.notify_all()

@@ -118,10 +118,12 @@ class _Lane:
 
 def batch_bytes(records: Sequence[NewRecord]) -> int:
     """Bytes that these records take in a batch, at most (its header is not in it)."""
-    return sum(
-        40 + len(value) + sum(12 + 4 * len(name) + len(content) for name, content in headers)
-        for value, headers, _ in records
-    )
+    size = 0
+    for value, headers, _ in records:
+        size += 40 + len(value)
+        for name, content in headers:
+            size += 12 + 4 * len(name) + len(content)
+    return size
 
 
 class Lanes(Producer):

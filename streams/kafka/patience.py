@@ -16,6 +16,12 @@ LOOK_S = 0.1  # how often `interrupted` is asked
 _T = TypeVar("_T")
 
 
+class Answer(Future[_T]):
+    """What a thread is asked for, and what kept it from answering so far."""
+
+    why = ""
+
+
 class Patience:
     """The deadline of one call."""
 
@@ -50,6 +56,5 @@ class Patience:
         servers = ", ".join(self._settings.servers)
         if interrupted:
             raise LogUnavailable(f"{what}: the wait for {servers} was interrupted")
-        raise LogUnavailable(
-            f"{what}: not from {servers} within {self._timeout_s:g} s ({unreachable(self._settings)})"
-        )
+        why = "; ".join(filter(None, [unreachable(self._settings), getattr(future, "why", "")]))
+        raise LogUnavailable(f"{what}: not from {servers} within {self._timeout_s:g} s ({why})")

@@ -92,6 +92,7 @@ class ProcessConsumer(Consumer):
         if not moved and not dropped:
             return
         self._ready = [each for each in self._ready if each.place in positions and each.place not in moved]
+        self._failures = [failure for failure in self._failures if _place_of(failure) not in moved]
         self._expected = {
             place: moved.get(place, self._expected.get(place, at)) for place, at in positions.items()
         }
@@ -120,8 +121,8 @@ class ProcessConsumer(Consumer):
                 break
         if not self._ready and self._failures:
             failure = self._failures.pop(0)
-            if isinstance(failure, (OffsetOutOfRange, CorruptRecord)):
-                self._positions.pop(TopicPartition(failure.topic, failure.partition), None)
+            if (place := _place_of(failure)) is not None:
+                self._positions.pop(place, None)
             raise failure
         ready, self._ready = self._ready, []
         self._positions.update(
@@ -238,11 +239,14 @@ class ProcessConsumer(Consumer):
             its.close()
         self._started_at = time.monotonic()
         self._pipe = Pipe(ours, FromChild)
-        self._pipe.send(_begin(self._settings))
-        if self._expected:
-            self._pipe.send(Assign([(_plain(place), at) for place, at in self._expected.items()], []))
-        if self._paused:
-            self._pipe.send(Pause([_plain(place) for place in self._paused]))
+        try:
+            self._pipe.send(_begin(self._settings))
+            if self._expected:
+                self._pipe.send(Assign([(_plain(place), at) for place, at in self._expected.items()], []))
+            if self._paused:
+                self._pipe.send(Pause([_plain(place) for place in self._paused]))
+        except OSError:  # it is gone already: the next receive sees it
+            pass
 
     def _replace(self) -> None:
         status = self._end()
@@ -258,10 +262,7 @@ class ProcessConsumer(Consumer):
             "the process %d that reads for this one ended with %s; starting another", self.pid, _said(status)
         )
         time.sleep(_LEAST_PAUSE_S * 2 ** (self._deaths - 1))
-        try:
-            self._start()
-        except OSError:  # this one is gone already: the next receive sees it
-            pass
+        self._start()
 
     def _end(self) -> int:
         """The exit status."""
@@ -289,6 +290,11 @@ def _fields(settings: KafkaSettings | Security) -> list[tuple[str, Any]]:
 
 def _seconds(value: Any) -> Any:
     return value.total_seconds() if isinstance(value, timedelta) else value
+
+
+def _place_of(failure: LogError) -> TopicPartition | None:
+    is_of_one = isinstance(failure, (OffsetOutOfRange, CorruptRecord))
+    return TopicPartition(failure.topic, failure.partition) if is_of_one else None
 
 
 def _plain(place: TopicPartition) -> Place:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal
 
@@ -58,7 +58,9 @@ class PythonConsumer(Consumer):
         self._positions: dict[TopicPartition, int] = {}  # next offsets, as this object's caller knows them
         self._paused: set[TopicPartition] = set()
         self._idle: dict[str, TopicPartition] = {}  # topic → the paused place that keeps its metadata
-        self._lost: list[TopicPartition] = []  # to be said by the next poll
+        self._ready: list[Fetched] = []  # for this poll
+        self._errors: list[OffsetOutOfRange | CorruptRecord] = []  # for the polls after it
+        self._truncated: list[KafkaPlace] = []  # to be lost after this poll
         self._settled_at = 0.0  # the leaders of what is assigned may not be known before
         try:
             self._kafka, _ = connect(KafkaConsumer, python_consumer_options(settings), opened=_receive_widely)
@@ -72,11 +74,11 @@ class PythonConsumer(Consumer):
         if not moved and not dropped:
             return
         topics = {place.topic for place in positions}
-        for place in [*self._idle.values(), *dropped]:
-            self._idle[place.topic] = place
-        self._idle = {topic: place for topic, place in self._idle.items() if topic not in topics}
         if not topics.issubset(place.topic for place in [*self._positions, *self._idle.values()]):
             self._settled_at = time.monotonic() + _SETTLE_S
+        self._idle |= {place.topic: place for place in dropped}
+        self._idle = {topic: place for topic, place in self._idle.items() if topic not in topics}
+        self._errors = [error for error in self._errors if (error.topic, error.partition) not in moved]
         self._kafka.assign([self._there(place) for place in [*positions, *self._idle.values()]])
         self._kafka.pause(*(self._there(place) for place in self._idle.values()))
         for place in moved:
@@ -96,8 +98,14 @@ class PythonConsumer(Consumer):
         self._paused.difference_update(known)
 
     def poll(self, timeout_s: float) -> list[Fetched]:
-        if self._lost:
-            self._raise_lost()
+        if not self._errors:
+            self._look(timeout_s)
+        if self._errors and not self._ready:
+            raise self._errors.pop(0)
+        ready, self._ready = self._ready, []
+        return ready
+
+    def _look(self, timeout_s: float) -> None:
         try:
             found = self._poll(timeout_s)
         except OffsetOutOfRangeError as error:
@@ -106,13 +114,15 @@ class PythonConsumer(Consumer):
             self._lose(error.divergent_offsets)
         except CorruptRecordError as error:
             self._damaged(error)
+            self._look(0.0)  # so that the library sees it unassigned, and throws its rest away
         except RetriableError:
-            return []
+            pass
         except KafkaError as error:
             raise self._explained(error, "reading") from error
         else:
-            return self._fetched(found) if found else self._passed_over()
-        raise AssertionError("unreachable: the branches above raise")
+            self._ready += self._fetched(found) if found else self._passed_over()
+            truncated, self._truncated = self._truncated, []
+            self._lose(truncated)
 
     def _poll(self, timeout_s: float) -> Mapping[KafkaPlace, Sequence[Any]]:
         """The library's poll sleeps to the end of its time, or 100 ms, when it knows no leader to fetch from yet."""
@@ -197,17 +207,13 @@ class PythonConsumer(Consumer):
         try:
             return max(known, self._kafka.position(there, timeout_ms=0) or 0), high
         except LogTruncationError as error:
-            self._lost += [self._here(lost) for lost in error.divergent_offsets]
+            self._truncated += error.divergent_offsets
         return known, high
 
-    def _lose(self, places: Mapping[KafkaPlace, Any]) -> None:
-        self._lost += [self._here(place) for place in places]
-        self._raise_lost()
-
-    def _raise_lost(self) -> None:
-        """The position of a place is none (any more): let go of it and say so."""
-        place = self._lost.pop(0)
-        raise OffsetOutOfRange(*place, self._let_go(place), -1, -1)
+    def _lose(self, places: Iterable[KafkaPlace]) -> None:
+        for place in map(self._here, places):
+            position = self._let_go(place)
+            self._errors.append(OffsetOutOfRange(*place, position, -1, -1))
 
     def _damaged(self, error: CorruptRecordError) -> None:
         match = _DAMAGED.search(str(error))
@@ -215,13 +221,15 @@ class PythonConsumer(Consumer):
             raise self._explained(error, "reading") from error
         place = self._here(KafkaPlace(match["topic"], int(match["partition"])))
         self._let_go(place)
-        raise CorruptRecord(*place, int(match[3]), -1, "its record batch fails its checksum") from error
+        self._errors.append(CorruptRecord(*place, int(match[3]), -1, "its record batch fails its checksum"))
 
     def _let_go(self, place: TopicPartition) -> int:
+        """Unlike a place that is not wanted any more, it is unassigned for certain. Returns its position."""
         position = self._positions.get(place, -1)
         self.assign({other: at for other, at in self._positions.items() if other != place})
-        self._idle.pop(place.topic, None)
-        self._kafka.assign([self._there(left) for left in [*self._positions, *self._idle.values()]])
+        if self._idle.get(place.topic) == place:
+            del self._idle[place.topic]
+            self._kafka.assign([self._there(left) for left in [*self._positions, *self._idle.values()]])
         return position
 
 

@@ -264,6 +264,9 @@ class Reader:
                     self._check_open()
                     if any(self._is_there(place, positions[place], feed) for place, feed in feeds.items()):
                         return True
+                    for place, feed in feeds.items():
+                        if feed.next_position < positions[place]:
+                            self._channel(place.topic).follow(place, positions[place])
                     left = deadline - time.monotonic()
                     if left <= 0 or self._settings.interrupted():
                         return False

@@ -69,7 +69,18 @@ def ask(secret: Secret, setting: str) -> str:
 
 
 class _ClosingSocket(ssl.SSLSocket):
-    """kafka-python leaves a socket whose handshake failed to the garbage collector."""
+    """kafka-python leaves a socket whose handshake failed to the garbage collector, and does not read what a broker
+    says right before it hangs up (as streams/kafka/connect.py has it without TLS)."""
+
+    _has_said = False
+
+    def recv(self, *arguments: Any) -> bytes:  # pyright: ignore[reportIncompatibleMethodOverride]
+        said = super().recv(*arguments)
+        if not said and self._has_said:
+            self._has_said = False
+            raise ssl.SSLWantReadError
+        self._has_said = bool(said)
+        return said
 
     def do_handshake(self, block: bool = False) -> None:
         try:

@@ -14,7 +14,6 @@ import time
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import accumulate
@@ -24,6 +23,7 @@ from typing import NamedTuple
 from streams.errors import CorruptRecord, LogClosed, LogError, LogUnavailable, OffsetOutOfRange
 from streams.kafka.clients import Consumer, Fetched, new_consumer
 from streams.kafka.feed import RECORD_OVERHEAD, cut, record_bytes
+from streams.kafka.patience import Answer
 from streams.kafka.settings import KafkaSettings
 from streams.log import Batch, Record, TopicPartition
 
@@ -68,7 +68,7 @@ class Chunk(NamedTuple):
 class _Job:
     place: TopicPartition
     position: int
-    future: Future[Chunk]
+    future: Answer[Chunk]
     tries: int = 0
 
 
@@ -102,9 +102,9 @@ class Seeker:
             self._cache.move_to_end((place, chunk.begin))
             return chunk
 
-    def fetch(self, place: TopicPartition, position: int) -> Future[Chunk]:
+    def fetch(self, place: TopicPartition, position: int) -> Answer[Chunk]:
         """A chunk with `position` in it. Cancel the future to give it up."""
-        future: Future[Chunk] = Future()
+        future: Answer[Chunk] = Answer()
         with self._asked:
             if self._closed:
                 raise _closed()
@@ -179,7 +179,8 @@ class Seeker:
             if place in jobs:
                 self._finish(jobs[place], error)
         except LogUnavailable as error:
-            logger.debug("seeker: %s", error)
+            for job in jobs.values():
+                job.future.why = str(error)
             self._rebuild_if_silent()
             time.sleep(_PAUSE_S)
         except Exception as error:

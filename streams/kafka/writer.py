@@ -35,15 +35,17 @@ Acked = Callable[[TopicPartition, int, int], None]  # (place, offset of the firs
 _LOOK_S = 0.1  # how often `interrupted` is asked
 _SAY_S = 1.0  # between two lines about failed appends
 _HEADER = 128  # bytes of a batch that are no record's
+_CONTROL_SHARE = 8  # control topics have an eighth of the budget, beside it
+_INTERRUPTED_S = 0.5  # for what is on its way when a process that is to stop closes its log
 
 
 class _Append:
     """One accepted call. It is in `Writer._pending` until its owner knows how it ended."""
 
-    __slots__ = ("count", "future", "is_delivered", "place", "size")
+    __slots__ = ("count", "future", "is_control", "is_delivered", "place", "size")
 
-    def __init__(self, place: TopicPartition, count: int, size: int) -> None:
-        self.place, self.count, self.size = place, count, size
+    def __init__(self, place: TopicPartition, count: int, size: int, is_control: bool) -> None:
+        self.place, self.count, self.size, self.is_control = place, count, size, is_control
         self.is_delivered = False
         self.future: Future[int] = Future()
         self.future.set_running_or_notify_cancel()  # cancel() could not be kept: it may be appended already
@@ -60,7 +62,12 @@ class Writer:
         require(settings)
         self._settings, self._acked = settings, acked
         self._timeout_s = settings.delivery_timeout.total_seconds()
-        self._budget = Budget(settings.bytes_in_flight, settings.interrupted)
+        bulk, control = settings.bytes_in_flight, settings.bytes_in_flight // _CONTROL_SHARE
+        # Of their own, so that a record of a control topic never waits for bulk to be acknowledged.
+        self._budgets = {
+            False: Budget(bulk, settings.interrupted),
+            True: Budget(control, settings.interrupted),
+        }
         self._changed = threading.Condition()
         self._pending: dict[_Append, None] = {}
         self._producers: dict[
@@ -75,7 +82,7 @@ class Writer:
     @property
     def bytes_in_flight(self) -> int:
         """Bytes that were submitted and neither acknowledged nor given up."""
-        return self._budget.used
+        return sum(budget.used for budget in self._budgets.values())
 
     def submit(self, topic: str, partition: int, records: Sequence[NewRecord]) -> Future[int]:
         """See EventLog.submit; the topic and partition were checked by the caller.
@@ -87,7 +94,7 @@ class Writer:
         try:
             check_records(records, self._settings.max_record_bytes)
             _check_timestamps(records)
-            append = _Append(place, len(records), self._size(records))
+            append = _Append(place, len(records), self._size(records), self._settings.is_control(topic))
             self._claim(append, deadline)
         except LogError as error:
             return _failed(error)
@@ -95,9 +102,9 @@ class Writer:
             closed = self._closed
             if not closed:
                 self._pending[append] = None
-                producer = self._producer(self._settings.is_control(topic))
+                producer = self._producer(append.is_control)
         if closed:
-            self._budget.release(append.size)
+            self._budgets[append.is_control].release(append.size)
             return _failed(LogClosed("this log was closed; open it again to go on"))
         producer.send(
             topic, partition, records, lambda offset, error: self._end(append, offset, error), deadline
@@ -108,18 +115,20 @@ class Writer:
         """See EventLog.flush. Ends early when the process is interrupted."""
         with self._changed:
             waited_for = list(self._pending)
-        self._wait(waited_for, time.monotonic() + timeout.total_seconds())
+        self._wait(waited_for, time.monotonic() + timeout.total_seconds(), 0.0)
         return _by_place(append for append in waited_for if not append.future.done())
 
     def close(self, timeout: timedelta) -> dict[TopicPartition, int]:
         """Wait for what is on its way; what is not delivered by then, or fails while this waits, has failed with
-        LogUnavailable and is returned: records by partition. Never waits much longer than `timeout`."""
+        LogUnavailable and is returned: records by partition. Never waits much longer than `timeout`, and only a moment
+        when the process is interrupted."""
         with self._changed:
             self._closed = True
             waited_for = list(self._pending)
-        self._budget.close()
+        for budget in self._budgets.values():
+            budget.close()
         deadline = time.monotonic() + timeout.total_seconds()
-        self._wait(waited_for, deadline)
+        self._wait(waited_for, deadline, _INTERRUPTED_S)
         for producer in list(self._producers.values()):
             producer.close(0.0)
         servers = ", ".join(self._settings.servers)
@@ -145,12 +154,13 @@ class Writer:
         return size
 
     def _claim(self, append: _Append, deadline: float) -> None:
+        budget = self._budgets[append.is_control]
         if getattr(self._resolving, "now", False):
             # A callback of a future submits: this thread takes the acknowledgements that would make room.
-            self._budget.overdraw(append.size)
+            budget.overdraw(append.size)
             return
         doing = f"appending {append.count} records to {append.place.topic}/{append.place.partition}"
-        self._budget.claim(append.size, deadline, doing)
+        budget.claim(append.size, deadline, doing)
 
     def _producer(self, control: bool) -> Producer:
         producer = self._producers.get(control)
@@ -163,7 +173,7 @@ class Writer:
             if append not in self._pending:
                 return
             del self._pending[append]
-        self._budget.release(append.size)
+        self._budgets[append.is_control].release(append.size)
         self._resolving.now = True
         try:
             if error is None:
@@ -193,8 +203,9 @@ class Writer:
         places = ", ".join(f"{count} of {t}/{p}" for (t, p), count in sorted(unsaid.items()))
         logger.error("%d records were not delivered (%s): %s", sum(unsaid.values()), places, error)
 
-    def _wait(self, appends: Sequence[_Append], deadline: float) -> None:
-        """Until all of them have ended, or the time is over, or the process is interrupted."""
+    def _wait(self, appends: Sequence[_Append], deadline: float, interrupted_s: float) -> None:
+        """Until all of them have ended, or the time is over: `interrupted_s` after an interruption at the latest."""
+        is_interrupted = False
         for producer in list(self._producers.values()):
             producer.flush(0.0)  # what lingers goes out
         with self._changed:
@@ -202,8 +213,11 @@ class Writer:
             try:
                 for append in appends:
                     while not append.future.done():
-                        left = deadline - time.monotonic()
-                        if left <= 0 or self._settings.interrupted():
+                        now = time.monotonic()
+                        if not is_interrupted and self._settings.interrupted():
+                            is_interrupted, deadline = True, min(deadline, now + interrupted_s)
+                        left = deadline - now
+                        if left <= 0:
                             return
                         self._changed.wait(min(left, _LOOK_S))
             finally:

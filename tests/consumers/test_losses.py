@@ -10,7 +10,7 @@ from consumers.collector import Collector
 from consumers.dataset import Row
 from consumers.feeder import Feeder
 from consumers.ledger import Ledger
-from consumers.losses import Losses
+from consumers.losses import Losses, OnLost
 from consumers.reward import RewardStage
 from consumers.rewards.pool import ScoringPool
 from consumers.runner import recover
@@ -169,7 +169,7 @@ class Rows:
         return Row(f"prompt {index}", str(index), {})
 
 
-def feeder(log, topics, on_lost="stop") -> Feeder:
+def feeder(log, topics, on_lost: OnLost = "stop") -> Feeder:
     return Feeder(
         log,
         topics,

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import pytest
 
-from consumers.outbox import Outbox, append_patiently, flush_all
-from streams.errors import LogFull
+from consumers.outbox import Outbox, append_patiently, flush_all, settled
+from streams.errors import LogFull, LogUnavailable
 from streams.log import NewRecord
 from streams.memory import MemoryLog
 
@@ -62,9 +62,36 @@ def test_a_stage_with_many_partitions_ends_in_time_although_nothing_is_taken(log
     began = time.monotonic()
     for outbox in outboxes:  # one round of the stage
         outbox.poll()
-    flush_all(outboxes, timedelta(seconds=0.3))
+    assert flush_all(outboxes, timedelta(seconds=0.3)) == 8, "so many records are not delivered"
     assert time.monotonic() - began < 1.5
     assert len([each for each in caplog.records if "not acknowledged" in each.message]) == 8
+
+
+def test_only_what_is_not_acknowledged_counts_as_undelivered(log):
+    outbox = Outbox(log, "t", 0)
+    outbox.send([NewRecord(b"a"), NewRecord(b"b")])
+    log.full = True
+    outbox.send([NewRecord(b"c"), NewRecord(b"d"), NewRecord(b"e")])
+    assert outbox.unacknowledged == 3
+    log.full = False
+    assert flush_all([outbox], timedelta(seconds=5)) == 0
+    assert values(log) == [b"a", b"b", b"c", b"d", b"e"]
+
+
+def test_waiting_for_an_append_ends_with_a_stop_or_its_deadline():
+    future: Future[int] = Future()
+    began = time.monotonic()
+    with pytest.raises(LogUnavailable, match="an append to t/0 is not acknowledged after 0 s"):
+        settled(future, "an append to t/0", stop=lambda: True, timeout=timedelta(seconds=60))
+    with pytest.raises(LogUnavailable):
+        settled(future, "an append to t/0", stop=lambda: False, timeout=timedelta(seconds=0.2))
+    assert time.monotonic() - began < 1
+    future.set_exception(LogFull("no room"))
+    with pytest.raises(LogFull):
+        settled(future, "an append", stop=lambda: False, timeout=timedelta(seconds=1))
+    done: Future[int] = Future()
+    done.set_result(7)
+    assert settled(done, "an append", stop=lambda: True, timeout=timedelta(0)) == 7
 
 
 def test_a_patient_append_waits_for_room_and_gives_way_to_a_stop(log):

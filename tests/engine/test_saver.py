@@ -41,7 +41,11 @@ def test_a_wait_for_the_checkpoint_before_can_be_asked_to_stop() -> None:
         pass
 
     saver, gate = Saver(), threading.Event()
-    saver.save(lambda: gate.wait(10) and None)
+
+    def slow() -> None:
+        gate.wait(10)
+
+    saver.save(slow)
 
     def beat() -> None:
         raise Stopped

@@ -126,7 +126,8 @@ def configuration(folder: Path, log_url: str = "", **changes: dict[str, Any]) ->
     }
     if log_url.startswith("kafka:"):
         table["log"]["kafka"] = {
-            "session_timeout_s": 6.0, "ingest": "thread",
+            "session_timeout_s": 6.0,
+            "ingest": "thread",
             "delivery_timeout_s": 10.0,
             "request_timeout_s": 3.0,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,10 @@ from replay.ledger import read_run
 from replay.verify import verify
 from streams import codec
 from streams.events import (
-    BatchCut,
     DataEnded,
     DeadLetter,
     GroupCompleted,
     InputProgress,
-    Metrics,
     RewardAssigned,
 )
 from streams.kafka.log import KafkaLog
@@ -41,6 +39,7 @@ from streams.log import EventLog, NewRecord, Record, TopicPartition, read_all
 from streams.topics import Topics
 from tests.support.events import completed, decoded, events, finished, put, rewarded, task
 from tests.support.kafka_runs import (
+    KAFKA,
     Daemon,
     Daemons,
     calls_in,
@@ -67,7 +66,9 @@ def uids(log: EventLog, topics: Topics, partition: int = 0) -> list[str]:
 class Stage:
     """A reward stage with a log of its own, on a thread."""
 
-    def __init__(self, address: str, prefix: str, topics: Topics, replica: str, workers: int, **options) -> None:
+    def __init__(
+        self, address: str, prefix: str, topics: Topics, replica: str, workers: int, **options
+    ) -> None:
         self.log = KafkaLog((address,), prefix, session_timeout=SESSION)
         self.pool = ScoringPool(SCORING, options, workers=workers, timeout=timedelta(seconds=60))
         index, _, count = replica.partition("/")
@@ -118,7 +119,9 @@ def test_scoring_far_slower_than_a_session_lets_nobody_out_of_the_group(
     with Stage(kafka, prefix, topics, "0/1", 0, calls=str(calls), seconds=0.4) as stage:
         eventually(lambda: len(uids(log, topics)) >= 20, "twenty verdicts")
         trajectories = TopicPartition(topics.name("trajectories"), 0)
-        eventually(lambda: log.hints(topics.group("reward")).get(trajectories) == 20, "the committed offset 20")
+        eventually(
+            lambda: log.hints(topics.group("reward")).get(trajectories) == 20, "the committed offset 20"
+        )
         assert stage.joins == 1
     assert len(uids(log, topics)) == len(set(uids(log, topics))) == 20
     assert len(calls_in(calls)) == 20
@@ -146,9 +149,42 @@ def test_a_rebalance_in_the_middle_of_a_long_scoring_call_loses_nothing_and_doub
             for seq in range(2):
                 put(log, topics, "trajectories", finished(seq, 1, 0), partition=seq)
                 eventually(lambda p=seq: f"0-{p}/1/0" in uids(log, topics, p), f"the next verdict of {seq}")
-            assert (first.joins, second.joins) == (3, 2), "given up in one round, given to the other in the next"
+            assert (first.joins, second.joins) == (3, 2), (
+                "given up in one round, given to the other in the next"
+            )
     assert uids(log, topics, 0) == [moves, "0-0/1/0"]
     assert uids(log, topics, 1) == [stays, "0-1/1/0"]
+    assert Counter(calls_in(calls)) == {moves: 2, stays: 1, "0-0/1/0": 1, "0-1/1/0": 1}
+
+
+@pytest.mark.slow
+def test_a_scoring_call_of_30_s_outlives_five_sessions_and_a_rebalance_in_the_middle(
+    kafka: str, prefix: str, tmp_path: Path
+) -> None:
+    """As above, with daemons, at its true length."""
+    moves, stays = "0-0/0/0", "0-1/0/0"
+    calls = tmp_path / "calls"
+    reward = scoring(calls, slow=f"{moves},{stays}", slow_s=30.0) | {"workers": 2, "timeout_s": 60.0}
+    config = run_on(tmp_path, kafka, prefix, log={"partitions": 2, "kafka": KAFKA}, reward=reward)
+    topics = topics_of(config)
+    with open_run_log(config) as log, Daemons(config) as daemons:
+        for seq in range(2):
+            put(log, topics, "trajectories", finished(seq, 0, 0), partition=seq)
+        first = daemons.start("reward", "1/2")
+        eventually(lambda: len(calls_in(calls)) == 2, "both calls to begin", 60, first)
+        began = time.monotonic()
+        time.sleep(10)
+        second = daemons.start("reward", "0/2")
+        eventually(lambda: uids(log, topics, 1), "the call that stays", 60, first, second)
+        assert 28 < time.monotonic() - began < 40
+        eventually(lambda: uids(log, topics, 0), "the call that went to the other", 60, first, second)
+        for seq in range(2):
+            put(log, topics, "trajectories", finished(seq, 1, 0), partition=seq)
+            eventually(lambda p=seq: len(uids(log, topics, p)) >= 2, f"the next of {seq}", 60, first, second)
+        for daemon in (first, second):
+            daemon.terminate()
+            assert daemon.exit_code() == 0
+        assert [uids(log, topics, p) for p in range(2)] == [[moves, "0-0/1/0"], [stays, "0-1/1/0"]]
     assert Counter(calls_in(calls)) == {moves: 2, stays: 1, "0-0/1/0": 1, "0-1/1/0": 1}
 
 
@@ -184,7 +220,10 @@ def test_a_reward_daemon_killed_between_its_verdict_and_its_commit_loses_nothing
         count = Counter(uids(log, topics))
         assert sum(count.values()) == 110, "no duplicates but those made by hand"
         eventually(
-            lambda: newest_metrics(log, topics, "collector-0").get("duplicates_total") == 10, "the metric", 60, collector
+            lambda: newest_metrics(log, topics, "collector-0").get("duplicates_total") == 10,
+            "the metric",
+            60,
+            collector,
         )
         put(log, topics, "ledger", DataEnded(count=25))
         assert [daemon.exit_code() for daemon in (trainer, collector, reward)] == [0, 0, 0]
@@ -247,7 +286,9 @@ def test_a_record_that_is_no_event_becomes_a_dead_letter_and_the_other_nine_are_
         _take_at_most(config, "dead", largest_batch(kafka_settings(config)))
         reward = daemons.start("reward")
         eventually(lambda: len(uids(log, topics)) >= 9, "nine verdicts", 60, reward)
-        eventually(lambda: log.hints(topics.group("reward"))[trajectories] == 10, "the commit of 10", 60, reward)
+        eventually(
+            lambda: log.hints(topics.group("reward"))[trajectories] == 10, "the commit of 10", 60, reward
+        )
         _put_poisoned(log, topics, 10)  # and the same while it runs
         eventually(lambda: len(uids(log, topics)) >= 18, "nine more verdicts", 60, reward)
         reward.terminate()
@@ -316,7 +357,10 @@ def test_a_collector_that_comes_back_after_retention_stops_naming_what_is_lost_o
 
         collector = daemons.start("collector", "0/1", "--set", "log.on_lost=continue")
         eventually(
-            lambda: newest_metrics(log, topics, "collector-0").get("completed_total") == 30, "30 groups", 60, collector
+            lambda: newest_metrics(log, topics, "collector-0").get("completed_total") == 30,
+            "30 groups",
+            60,
+            collector,
         )
         collector.terminate()
         assert collector.exit_code() == 0

@@ -22,7 +22,7 @@ from tests.support.shares import LateLog, SharedStore
 from tests.support.world import World
 
 MOST_MOVES = 30_000
-MOST_SHARE_MOVES = 400  # then rest: a collector that never has a partition for as long as a deadline judges nobody late
+MOST_SHARE_MOVES = 400  # then rest: who never has a partition for as long as a deadline judges nobody late
 
 
 class SharedWorld(World):

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from replay.verify import Report, verify
-from streams import codec
+from streams import codec, trajectory
 from streams.events import (
     BatchCut,
     CheckpointSaved,
@@ -490,6 +490,20 @@ def test_a_payload_of_another_length_than_was_scored_is_found():
     report = audit(longer)
     assert violations(report) == {"references name what was trained": [["0-0/1/0", "0-0"]]}
     assert "has 5 response tokens, 6 were scored" in texts(report)[0]
+
+
+def test_a_payload_other_than_the_one_that_was_scored_is_found():
+    right = trajectory.payload_digest(run.finished(0, 0))
+
+    def scored(event: Event, digest: str = right) -> Event:
+        if not isinstance(event, GroupCompleted) or event.seq != 0:
+            return event
+        return replace(event, members=[replace(event.members[0], payload_digest=digest), event.members[1]])
+
+    assert audit(scored).holds
+    report = audit(lambda event: scored(event, "0" * 32))
+    assert violations(report) == {"references name what was trained": [["0-0/0/0", "0-0"]]}
+    assert f"holds another payload ({right[:12]}) than was scored (000000000000)" in texts(report)[0]
 
 
 # ---------------------------------------------------------------- dead letters

@@ -241,6 +241,18 @@ def test_an_append_that_did_not_land_is_written_once(clock: Clock):
     assert values(log) == [b"a"]
 
 
+def test_what_its_client_still_tries_to_append_is_waited_for_before_it_is_looked_for(clock: Clock):
+    class Late(Losing):
+        """The client has told its caller, and goes on trying."""
+
+        def settle(self, topic: str, partition: int) -> None:
+            MemoryLog.submit(self, topic, partition, [NewRecord(b"a")])
+
+    log = Late([False], clock=clock)
+    assert PatientLog(log, stop=lambda: False).append(*T, [NewRecord(b"a")]) == 0
+    assert values(log) == [b"a"] and log.submitted == 1
+
+
 def test_half_of_an_append_is_no_append(clock: Clock):
     """The same bytes as its first record, from another call."""
     log = Losing([False], clock=clock)

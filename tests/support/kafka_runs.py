@@ -15,17 +15,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from engine.commands import rundir
 from engine.config import Config
 from engine.launch.local import THREAD_VARIABLES
+from engine.roles import open_run_log, topics_of
 from streams import codec
 from streams.events import Event, Metrics
-from streams.log import EventLog
-from streams.topics import Topics
+from streams.log import EventLog, read_all
+from streams.topics import ALL_TOPICS, DATA_TOPICS, KEPT_TOPICS, Topics
 from tests.faults import harness
+from tests.support.events import completed as completed_group
 from tests.support.events import events, finished, task
 
 ROOT = Path(__file__).parents[2]
@@ -38,21 +41,38 @@ _T = TypeVar("_T")
 # -- a run
 
 
-def run_on(folder: Path, address: str, prefix: str, **changes: dict[str, Any]) -> Config:
-    """A run of one partition and one daemon of each role, in its directory `folder/run`, its topics made."""
-    sections: dict[str, dict[str, Any]] = {"log": {"partitions": 1, "kafka": KAFKA}, "reward": {"replicas": 1}}
+def run_on(
+    folder: Path,
+    address: str,
+    prefix: str,
+    made: Sequence[str] = ALL_TOPICS,
+    **changes: dict[str, Any],
+) -> Config:
+    """A run of one partition and one daemon of each role, in its directory `folder/run`, with these topics made."""
+    sections: dict[str, dict[str, Any]] = {
+        "log": {"partitions": 1, "kafka": KAFKA},
+        "reward": {"replicas": 1},
+    }
     for section, values in changes.items():
         sections.setdefault(section, {}).update(values)
     sections.setdefault("rollout", {}).setdefault("replicas", 1)
     folder.mkdir(parents=True, exist_ok=True)
     config = harness.configuration(folder, f"kafka://{address}/{prefix}", **sections)
-    harness.begin(config)
+    rundir.adopt(config)
+    topics = topics_of(config)
+    with open_run_log(config) as log:
+        for word in made:
+            log.create_topic(topics.name(word), topics.count(word), kept=word in KEPT_TOPICS)
     return config
 
 
 def scoring(calls: Path, **options: Any) -> dict[str, Any]:
     """The section [reward] for tests.support.scoring, whose calls are written down in the file `calls`."""
-    return {"function": "tests.support.scoring:reward", "workers": 1, "options": {"calls": str(calls), **options}}
+    return {
+        "function": "tests.support.scoring:reward",
+        "workers": 1,
+        "options": {"calls": str(calls), **options},
+    }
 
 
 def calls_in(file: Path) -> list[str]:
@@ -137,6 +157,47 @@ class Daemons(contextlib.AbstractContextManager["Daemons"]):
                 daemon.kill()  # also one that is stopped by SIGSTOP
 
 
+class Hold:
+    """Stops a trainer at one place of its code, as a busy machine could, until it is released.
+
+    It waits before `method` of engine.trainer.loop.Trainer, or behind it if `after`, the first time that `when` holds:
+    Python over the method's arguments, as in "self.step == 3". Start the daemon with `script`.
+    """
+
+    def __init__(self, folder: Path, method: str, when: str, *, after: bool = False) -> None:
+        self._reached, self._released = folder / "hold.reached", folder / "hold.released"
+        self.script = f"""
+import inspect, time
+from pathlib import Path
+from engine.trainer.loop import Trainer
+
+original, reached, released = Trainer.{method}, Path({str(self._reached)!r}), Path({str(self._released)!r})
+
+def hold(arguments):
+    if eval({when!r}, {{}}, arguments) and not reached.exists():
+        reached.touch()
+        while not released.exists():
+            time.sleep(0.01)
+
+def held(*given, **named):
+    arguments = inspect.signature(original).bind(*given, **named).arguments
+    if {after}:
+        result = original(*given, **named)
+        hold(arguments)
+        return result
+    hold(arguments)
+    return original(*given, **named)
+
+Trainer.{method} = held
+"""
+
+    def is_reached(self) -> bool:
+        return self._reached.exists()
+
+    def release(self) -> None:
+        self._released.touch()
+
+
 def millstream(*arguments: str, timeout_s: float = SOON_S) -> subprocess.CompletedProcess[str]:
     """A command to its end."""
     return subprocess.run(
@@ -158,13 +219,27 @@ def put_all(log: EventLog, topics: Topics, word: str, found: Sequence[Event], pa
     return log.append(topics.name(word), partition, records)
 
 
-def put_groups(log: EventLog, topics: Topics, first: int, count: int, n_samples: int = 4) -> None:
-    """Tasks and finished samples of groups `first`, `first` + 1, … in partition 0, whose offsets are their seqs. The
-    right answer to all is "7"; their tokens are of version 0, made in the first epoch of an orderly run."""
+def put_groups(
+    log: EventLog, topics: Topics, first: int, count: int, n_samples: int = 4, *, completed: bool = False
+) -> None:
+    """Tasks and finished samples of groups `first`, `first` + 1, … in partition 0, whose offsets are their seqs; also
+    their outcomes, if they are `completed`. Their answers are right, and their tokens of version 0, made in the first
+    epoch of an orderly run."""
     seqs = range(first, first + count)
     put_all(log, topics, "tasks", [task(seq, n_samples) for seq in seqs])
     samples = [finished(seq, index, seq, n_samples=n_samples) for seq in seqs for index in range(n_samples)]
     put_all(log, topics, "trajectories", samples)
+    if completed:
+        put_all(log, topics, "groups", [completed_group(seq, n_samples=n_samples) for seq in seqs])
+
+
+def partitions_of_groups(log: EventLog, topics: Topics) -> dict[str, set[int]]:
+    """Group id → every partition in which some event names it."""
+    found: dict[str, set[int]] = {}
+    for word in DATA_TOPICS:
+        for partition, event in everywhere(log, topics, word):
+            found.setdefault(event.group_id, set()).add(partition)
+    return found
 
 
 def everywhere(log: EventLog, topics: Topics, word: str) -> Iterator[tuple[int, Any]]:
@@ -184,6 +259,17 @@ def ends(log: EventLog, topics: Topics, words: Sequence[str]) -> dict[tuple[str,
     return {(word, p): log.end(topics.name(word), p) for word in words for p in range(topics.count(word))}
 
 
+def written_by(
+    log: EventLog, topics: Topics, word: str, since: Mapping[tuple[str, int], int]
+) -> set[tuple[str, int]]:
+    """(daemon, partition) of every record that has come since those `ends`."""
+    return {
+        ((record.header("by") or b"").decode(), partition)
+        for partition in range(topics.count(word))
+        for record in read_all(log, topics.name(word), partition, since[word, partition])
+    }
+
+
 # -- waiting
 
 
@@ -193,8 +279,8 @@ def eventually(claim: Callable[[], _T], what: str, timeout_s: float = SOON_S, *d
     while not (answer := claim()):
         for daemon in daemons:
             assert daemon.is_running(), f"{daemon.name} ended while this was awaited: {what}\n{daemon.text()}"
-        assert time.monotonic() < deadline, (
-            f"not within {timeout_s} s: {what}" + "".join(f"\n{d.name}:\n{d.text()[-4000:]}" for d in daemons)
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}" + "".join(
+            f"\n{d.name}:\n{d.text()[-4000:]}" for d in daemons
         )
         time.sleep(0.02)
     return answer

@@ -29,6 +29,7 @@ from kafka.structs import TopicPartition as Place
 
 from streams.broker.node import Node
 from streams.kafka import python_producer
+from streams.kafka.budget import Budget
 from streams.kafka.errors import Refused
 from streams.kafka.lanes import Append, Done, Lanes, Link
 from streams.kafka.settings import KafkaSettings
@@ -403,6 +404,69 @@ def test_a_spent_budget_holds_submit_back_until_its_deadline(both: list[Log], br
     assert {type(error) for error in errors(small)} <= {type(None), LogUnavailable}
 
 
+def test_a_control_topic_has_a_budget_of_its_own(shared: Log) -> None:
+    shared.create("bulk")
+    shared.create("run.ledger")
+    # What lingers in idle lanes, or waits to be sent, holds the whole budget of bulk topics.
+    writer = shared.open(bytes_in_flight=8000, linger=timedelta(seconds=1.2), batch_bytes=1 << 20)
+    results([writer.submit("run.ledger", 0, one("warm"))])
+    futures = [writer.submit("bulk", 0, [NewRecord(b"x" * 7000)])]
+    waiting = threading.Thread(
+        target=lambda: futures.append(writer.submit("bulk", 0, [NewRecord(b"y" * 7000)]))
+    )
+    waiting.start()
+    eventually(lambda: writer.bytes_in_flight > 7000, "the budget is spent")
+    started = time.monotonic()
+    assert results([writer.submit("run.ledger", 0, one("quick"))]) == [1]
+    assert time.monotonic() - started < 1
+    assert len(futures) == 1, "the second one waits"
+    waiting.join(SOON)
+    assert results(futures) == [0, 1]
+
+
+def test_a_large_claim_on_the_budget_is_not_passed_by_small_ones() -> None:
+    budget, served = Budget(100, lambda: False), []
+
+    def claim(size: int) -> None:
+        budget.claim(size, time.monotonic() + SOON, "a test")
+        served.append(size)
+
+    budget.claim(60, 0.0, "a test")
+    threads = [threading.Thread(target=claim, args=(size,)) for size in (90, 10, 11)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    assert served == []
+    budget.release(60)
+    threads[0].join(SOON)
+    threads[1].join(SOON)
+    assert served == [90, 10]
+    assert budget.used == 100
+    budget.release(90)
+    threads[2].join(SOON)
+    assert served == [90, 10, 11]
+    with pytest.raises(LogUnavailable, match=r"no room for 99 bytes.*21 of 100"):
+        budget.claim(99, time.monotonic() + 0.05, "a test")
+    budget.close()
+    with pytest.raises(LogClosed):
+        budget.claim(1, time.monotonic() + SOON, "a test")
+
+
+def test_bulk_lingers_to_travel_together_and_a_flush_sends_it_at_once(shared: Log) -> None:
+    shared.create("bulk")
+    writer = shared.open(linger=timedelta(seconds=0.4))
+    results([writer.submit("bulk", 0, one("warm"))])
+    started = time.monotonic()
+    futures = [writer.submit("bulk", 0, one(str(i))) for i in range(5)]
+    assert results(futures) == [1, 2, 3, 4, 5]
+    assert 0.3 < time.monotonic() - started < 3
+    started = time.monotonic()
+    future = writer.submit("bulk", 0, one("flushed"))
+    assert writer.flush(timedelta(seconds=10)) == {}
+    assert future.result(0) == 6
+    assert time.monotonic() - started < 0.35
+
+
 def test_a_callback_may_submit_while_the_budget_is_spent(shared: Log) -> None:
     shared.create("t")
     writer = shared.open(bytes_in_flight=5000)
@@ -425,7 +489,7 @@ def test_a_callback_may_submit_while_the_budget_is_spent(shared: Log) -> None:
 def test_memory_stays_flat_while_a_broker_hangs_and_everything_is_delivered_once_after(
     both: list[Log], broker: Node
 ) -> None:
-    budget, size, count = 16 << 20, 256 << 10, 800  # 200 MiB are offered to each
+    budget, size, count = 16 << 20, 256 << 10, 400  # 100 MiB are offered to each
     for log in both:
         log.create("t", 4)
         writer = log.open(bytes_in_flight=budget)

@@ -1,0 +1,171 @@
+"""Who takes over from whom, on a real broker: trainers (case O09), replicas that die and come, stages killed between
+an append and its commit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("kafka")
+
+from engine.roles import open_run_log, topics_of
+from replay.ledger import read_run
+from replay.verify import verify
+from streams.events import DataEnded, EngineReady
+from tests.faults import harness
+from tests.support.events import events, put
+from tests.support.kafka_runs import (
+    Daemons,
+    Hold,
+    ends,
+    eventually,
+    partitions_of_groups,
+    put_groups,
+    run_on,
+    written_by,
+)
+
+# -- O09: order fences zombies
+
+
+@pytest.mark.parametrize(
+    ("method", "when", "after", "void"),
+    [
+        ("_write_weights", "version == 8", True, "WeightsPublished"),
+        ("_cut", "self.step == 7", False, "BatchCut"),
+    ],
+    ids=["before it announced version 8", "before it cut step 8"],
+)
+def test_a_trainer_that_wakes_after_a_takeover_writes_to_no_effect_and_exits(
+    kafka: str, prefix: str, tmp_path: Path, method: str, when: str, after: bool, void: str
+) -> None:
+    """Case O09: trainer A is stopped with 7 published, B takes over and publishes 8 and 9, then A goes on and writes."""
+    config = run_on(
+        tmp_path,
+        kafka,
+        prefix,
+        rollout={"n_samples_per_prompt": 2},
+        trainer={"rollout_batch_size": 1},
+        staleness={"max_weight_staleness": 30},
+    )
+    topics = topics_of(config)
+    hold = Hold(tmp_path, method, when, after=after)
+    with open_run_log(config) as log, Daemons(config) as daemons:
+        put_groups(log, topics, 0, 8, n_samples=2, completed=True)
+        engine, first = daemons.start("rollout"), daemons.start("trainer", script=hold.script)
+        eventually(hold.is_reached, "A to come to its place", 60, first, engine)
+        first.suspend()
+        assert [event.version for event in read_run(log, topics).versions] == list(range(8))
+
+        second = daemons.start("trainer")
+        put_groups(log, topics, 8, 1, n_samples=2, completed=True)
+        eventually(lambda: read_run(log, topics).version == 9, "version 9 of B", 60, second, engine)
+        hold.release()
+        first.resume()
+        assert first.exit_code() == 3, "fenced"
+        assert "has taken over run" in first.text()
+
+        view = read_run(log, topics)
+        (a, _), (b, _) = view.epochs
+        assert [type(entry.event).__name__ for entry in view.void] == [void]
+        assert getattr(view.void[0].event, "epoch", None) == a
+        newest = {event.version: event.epoch for event in view.versions}
+        assert [newest[version] for version in (7, 8, 9)] == [a if after else b, b, b]
+        assert view.versions[-1].version == 9
+        held = lambda: [
+            (e.epoch, e.version) for e in events(log, topics, "fleet") if isinstance(e, EngineReady)
+        ]
+        eventually(lambda: held()[-1:] == [(b, 9)], "the engine to hold 9 of B", 60, second, engine)
+        time.sleep(1)  # in which it would follow A
+        assert held() == sorted(held()) and held()[-1] == (b, 9), "no engine goes back"
+
+        put(log, topics, "ledger", DataEnded(count=9))
+        assert [daemon.exit_code() for daemon in (second, engine)] == [0, 0]
+        report = verify(log, topics)
+        assert report.holds, report.as_table()
+        assert [cut.event.step for cut in read_run(log, topics).cuts] == list(range(1, 10))
+
+
+# -- replicas share partitions, and take them over
+
+
+@pytest.mark.timeout(240)
+def test_engines_and_reward_workers_share_the_partitions_when_one_is_killed_and_when_one_is_added(
+    kafka: str, prefix: str, tmp_path: Path
+) -> None:
+    """Nobody starts the killed ones again, so that their partitions must go to those who are left."""
+    config = harness.configuration(tmp_path, f"kafka://{kafka}/{prefix}")
+    harness.begin(config)
+    topics = topics_of(config)
+    with open_run_log(config, readonly=True) as log, Daemons(config) as daemons:
+        one = {role: daemons.start(role) for role in ("feeder", "collector", "trainer")}
+        pairs = {(role, i): daemons.start(role, f"{i}/2") for role in STAGES for i in range(2)}
+
+        def until_shared(shares: dict[int, set[int]], what: str) -> float:
+            """Until each of these replicas, of both stages, has written what is new in each of its partitions."""
+            since, began = ends(log, topics, list(STAGES.values())), time.monotonic()
+            for role, word in STAGES.items():
+                wanted = {(f"{role}-{i}", p) for i, partitions in shares.items() for p in partitions}
+                eventually(
+                    lambda w=word, n=wanted: n <= written_by(log, topics, w, since),
+                    f"{role}: {what}",
+                    60,
+                    *one.values(),
+                )
+            return time.monotonic() - began
+
+        until_shared({0: {0, 2}, 1: {1, 3}}, "both to share the partitions")
+        for role in STAGES:
+            pairs[role, 1].kill()
+        took_s = until_shared({0: {0, 1, 2, 3}}, "the one that is left to take all")
+        assert took_s < 30, "a session of 6 s, and the time that a busy machine takes"
+        for role in STAGES:
+            pairs[role, 1] = daemons.start(role, "1/2")
+        until_shared({0: {0, 2}, 1: {1, 3}}, "the one that was added to have its share")
+        since = ends(log, topics, list(STAGES.values()))
+        time.sleep(1)
+        for role, word in STAGES.items():
+            shares = {(f"{role}-{partition % 2}", partition) for partition in range(4)}
+            assert written_by(log, topics, word, since) <= shares, "and the other has let go of it"
+        one["trainer"].terminate()
+        assert one["trainer"].exit_code() == 0
+        steps = read_run(log, topics).step + 2
+        one["trainer"] = daemons.start("trainer", "0/1", "--set", f"run.steps={steps}")
+        for daemon in (*one.values(), *pairs.values()):
+            assert daemon.exit_code() == 0, daemon.text()
+        report = verify(log, topics)
+        assert report.holds, report.as_table()
+        assert read_run(log, topics).finished is not None
+        assert all(len(found) == 1 for found in partitions_of_groups(log, topics).values())
+
+
+STAGES = {"rollout": "trajectories", "reward": "rewards"}  # role → what it writes
+
+
+# -- a stage dies between an append and its commit
+
+APPENDS = [
+    ("collector-0", "group_completed"),
+    ("rollout-0", "trajectory_finished"),
+    ("feeder-0", "task_dispatched"),
+    ("reward-0", "reward_assigned"),
+    ("trainer-0", "batch_cut"),
+]
+
+
+@pytest.mark.timeout(240)
+def test_every_stage_killed_right_after_an_append_loses_nothing_and_trains_nothing_twice(
+    kafka: str, prefix: str, tmp_path: Path
+) -> None:
+    """Its hint is at most written once a second, so it dies before the commit of what it has just appended. One replica
+    of each stage, so that nobody else goes on in its place."""
+    config = harness.configuration(
+        tmp_path, f"kafka://{kafka}/{prefix}", rollout={"replicas": 1}, reward={"replicas": 1}
+    )
+    faults = [harness.Fault(victim, after, "kill") for victim, after in APPENDS]
+    result = harness.soak(config, faults, seed=0)
+    assert result.problems == []
+    assert (result.struck, result.epochs) == (5, 3), "the trainer was killed once, and stopped once by us"
+    assert result.final_digest == result.replay_digest
