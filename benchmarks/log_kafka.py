@@ -12,7 +12,8 @@ the bytes in flight. Workers are connected and know their topics before anything
 its children, without the broker.
 
     produce  single records, from the first submit until the last acknowledgement
-    consume  one partition from its first record to its last; another one in each round, so nothing was read ahead
+    consume  one partition after its first records came, which is a figure of its own; another one in each round,
+             so nothing was read ahead
     latency  from before the append in one process to after the read in another
     stall    memory of a process that goes on writing and reading while the broker is stopped (SIGSTOP)
     fetch    single records by offset, at random and as the trainer asks for them (a group's samples at a time)
@@ -410,19 +411,23 @@ class Work:
         return self.timed(lambda: self.side.produce(TopicPartition(topic, partition), values, count))
 
     def consume(self, topic: str, partition: int, count: int, size: int) -> Row:
-        def read() -> None:
-            records = length = 0
-            for values in self.side.follow(TopicPartition(topic, partition), 0):
-                records += len(values)
-                length += sum(map(len, values))
-                if records >= count:
-                    break
-            if length != count * size:
-                raise RuntimeError(
-                    f"{records} records of {length} bytes came, not {count} of {size} bytes each"
-                )
-
-        return self.timed(read)
+        """A partition of `count` records; the time runs from the first records on, `first` is what those took."""
+        records = length = at_first = 0
+        before, started = cpu_s(), time.perf_counter()
+        first = started
+        for values in self.side.follow(TopicPartition(topic, partition), 0):
+            if not records and values:
+                first, at_first = time.perf_counter(), len(values)
+            records += len(values)
+            length += sum(map(len, values))
+            if records >= count:
+                break
+        took = time.perf_counter() - first
+        if length != count * size:
+            raise RuntimeError(f"{records} records of {length} bytes came, not {count} of {size} bytes each")
+        # As if all of it had come at the speed of what came after the first records.
+        whole = took * count / (count - at_first) if at_first < count else took
+        return {"took": whole, "first": first - started, "cpu": cpu_s() - before}
 
     def timed(self, work: Callable[[], None]) -> Row:
         before, started = cpu_s(), time.perf_counter()
@@ -651,7 +656,9 @@ class Bench:
         self.run = f"bench-{uuid.uuid4().hex[:8]}"
         self.clients = [client for client, module in MODULES.items() if importlib.util.find_spec(module)]
         self.rounds = 3 if quick else 7
-        self.total = (48 if quick else 128) << 20  # bytes of one round
+        self.total = (
+            64 if quick else 256
+        ) << 20  # bytes of one round, of which much more is read than read ahead
         self.gains: dict[tuple[str, str], tuple[float, float]] = {}  # (bench, client) → MB/s, CPU ms/MB
 
     def worker(self, way: Way) -> Worker:
@@ -778,6 +785,10 @@ class Bench:
                 row["ratio"] = round(median(theirs["took"] / mine["took"] for mine, theirs in pairs), 2)
                 row["cpu_ratio"] = round(median(mine["cpu"] / theirs["cpu"] for mine, theirs in pairs), 2)
                 row["bar"] = verdict(row["ratio"] >= LOWEST_RATIO)
+            if "first" in ours[0]:
+                row["first_ms"] = round(median(each["first"] for each in ours) * 1e3, 1)
+            if raw and "first" in raw[0]:
+                row["raw_first_ms"] = round(median(each["first"] for each in raw) * 1e3, 1)
             if way.ingest == "thread" and way.client:
                 self.gains[bench, way.client] = row["log_mb_s"], row["log_cpu_ms_mb"]
             self.add(row)

@@ -13,6 +13,7 @@ What is held against the library's habits (2.16):
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -107,12 +108,17 @@ class ConfluentConsumer(Consumer):
 
     def _learn(self, topics: set[str]) -> None:
         """The leaders of a topic that is new to the client are looked for by a timer, within a second: ask now."""
+        deadline = time.monotonic() + _LEARN_S
         for topic in topics - self._known:
-            try:
-                self._client.list_topics(self._settings.full(topic), timeout=_LEARN_S)
-                self._known.add(topic)
-            except KafkaException:  # the timer finds them when a broker is there
-                return
+            name = self._settings.full(topic)
+            while topic not in self._known and (left := deadline - time.monotonic()) > 0:
+                try:
+                    if self._client.list_topics(name, timeout=left).topics[name].error is None:
+                        self._known.add(topic)
+                    else:  # the broker has not heard of it yet
+                        time.sleep(0.02)
+                except KafkaException:  # the timer finds it when a broker is there
+                    return
 
     def _there(self, place: TopicPartition, offset: int | None = None) -> KafkaPlace:
         name = self._settings.full(place.topic)

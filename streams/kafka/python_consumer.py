@@ -2,7 +2,7 @@
 
 What is held against the library's habits (3.0.12):
   - It reads its sockets 4 KiB at a time, and every one of these calls gives the interpreter lock away: reading wider
-    costs a third of the processor time and survives beside a busy thread (`_receive_widely`).
+    costs a third of the processor time and survives beside a busy thread (`_receive`).
   - After a damaged batch its next poll never returns, if the partition is still assigned: it is let go of first.
   - It forgets a topic's metadata, and asks for it again, as soon as none of the topic's partitions is assigned: the
     last one stays assigned, paused.
@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal
+from weakref import WeakSet
 
 from kafka import KafkaConsumer
 from kafka import TopicPartition as KafkaPlace
@@ -62,10 +63,24 @@ class PythonConsumer(Consumer):
         self._errors: list[OffsetOutOfRange | CorruptRecord] = []  # for the polls after it
         self._truncated: list[KafkaPlace] = []  # to be lost after this poll
         self._settled_at = 0.0  # the leaders of what is assigned may not be known before
+        self._transports: WeakSet[Any] = WeakSet()
         try:
-            self._kafka, _ = connect(KafkaConsumer, python_consumer_options(settings), opened=_receive_widely)
+            self._kafka, _ = connect(KafkaConsumer, python_consumer_options(settings), opened=self._opened)
         except KafkaError as error:
             raise self._explained(error, "connecting") from error
+
+    def _opened(self, network: Network) -> None:
+        """Before it connects: have all its connections read widely, and know them."""
+        manager: Any = network._manager
+        build = manager._build_transport
+
+        async def build_wide(*args: Any, **named: Any) -> Any:
+            transport = await build(*args, **named)
+            transport._sock_recv = MethodType(_receive, transport)
+            self._transports.add(transport)
+            return transport
+
+        manager._build_transport = build_wide
 
     def assign(self, positions: Mapping[TopicPartition, int]) -> None:
         """A place that was not wanted before, or was elsewhere, is not paused."""
@@ -155,6 +170,11 @@ class PythonConsumer(Consumer):
 
     def close(self) -> None:
         self._kafka.close(autocommit=False, timeout_ms=_CLOSE_MS)
+        for transport in list(
+            self._transports
+        ):  # a connection that had something left to send was forgotten open
+            if transport._sock is not None:
+                transport._sock.close()
 
     def _explained(self, error: KafkaError, doing: str) -> LogError:
         return from_client(error, self._settings, doing)
@@ -231,19 +251,6 @@ class PythonConsumer(Consumer):
             del self._idle[place.topic]
             self._kafka.assign([self._there(left) for left in [*self._positions, *self._idle.values()]])
         return position
-
-
-def _receive_widely(network: Network) -> None:
-    """All of its connections, from the first one on."""
-    manager: Any = network._manager
-    build = manager._build_transport
-
-    async def widely(*args: Any, **named: Any) -> Any:
-        transport = await build(*args, **named)
-        transport._sock_recv = MethodType(_receive, transport)
-        return transport
-
-    manager._build_transport = widely
 
 
 def _receive(transport: Any) -> tuple[bytes, KafkaConnectionError | None]:

@@ -37,6 +37,7 @@ from engine.trainer.scalar_backend import ScalarBackend
 from engine.weights.store import digest
 from replay.ledger import read_run
 from replay.verify import verify
+from streams.broker.node import Node
 from streams.errors import LogUnavailable
 from streams.log import EventLog, TopicPartition
 
@@ -127,7 +128,6 @@ def configuration(folder: Path, log_url: str = "", **changes: dict[str, Any]) ->
     if log_url.startswith("kafka:"):
         table["log"]["kafka"] = {
             "session_timeout_s": 6.0,
-            "ingest": "thread",
             "delivery_timeout_s": 10.0,
             "request_timeout_s": 3.0,
         }
@@ -143,6 +143,10 @@ class Broker(NamedTuple):
     start: Callable[[], object]
     pause: Callable[[], object]
     resume: Callable[[], object]
+
+
+def broker_of(node: Node) -> Broker:
+    return Broker(kill=node.kill, start=node.start, pause=node.pause, resume=node.resume)
 
 
 def soak(config: Config, faults: Sequence[Fault], *, seed: int, broker: Broker | None = None) -> Summary:

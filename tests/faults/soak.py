@@ -1,6 +1,6 @@
 """`make soak`: a long schedule of kills over a real run on both logs. Prints a summary and keeps it as JSON.
 
-python -m tests.faults.soak [--kills 60] [--seed 0] [--log embedded|kafka|both] [--out FILE] [--folder DIR]
+python -m tests.faults.soak [--kills 80] [--seed 0] [--log embedded|kafka|both] [--out FILE] [--folder DIR]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from streams.broker.node import Node
-from tests.faults.harness import BROKER, Broker, Summary, configuration, plan, soak
+from tests.faults.harness import BROKER, Summary, broker_of, configuration, plan, soak
 from tests.faults.test_kills import DAEMONS
 
 
@@ -31,19 +31,18 @@ def on_kafka(folder: Path, kills: int, seed: int) -> Summary:
         node.stop()
 
 
-def broker_of(node: Node) -> Broker:
-    return Broker(kill=node.kill, start=node.start, pause=node.pause, resume=node.resume)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--kills", type=int, default=60, help="faults on each log (default 60)")
+    parser.add_argument(
+        "--kills", type=int, default=80, help="faults on each log, of which a fifth are stops (default 80)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", choices=("embedded", "kafka", "both"), default="both")
     parser.add_argument("--out", type=Path, default=Path("soak.json"), help="default: soak.json")
     parser.add_argument("--folder", type=Path, help="keep the runs here (default: a temporary folder)")
     options = parser.parse_args()
     logging.basicConfig(stream=sys.stderr, level="INFO", format="%(asctime)s %(message)s")
+    logging.getLogger("kafka").setLevel(logging.CRITICAL)
     results: list[Summary] = []
     with tempfile.TemporaryDirectory() as temporary:
         base = options.folder or Path(temporary)

@@ -59,14 +59,13 @@ def test_a_topic_with_commit_and_abort_marks_is_read_to_its_end_twice_alike(
 
         collector = daemons.start("collector")
         eventually(
-            lambda: log.hints(topics.group("collector")).get(rewards) == 10, "the position 10", 60, collector
+            lambda: log.hints(topics.group("collector")).get(rewards) == 10, "the position 10", collector
         )
         rows = [json.loads(row) for row in millstream("topics", config.run.dir, "--json").stdout.splitlines()]
         (row,) = [row for row in rows if row["topic"] == rewards.topic]
         assert (row["end"], row["groups"]["collector"], row["lag"]["collector"]) == (10, 10, 0)
-        assert [e.seq for e in events(log, topics, "groups") if isinstance(e, GroupCompleted)] == list(
-            range(5)
-        )
+        groups = [e for e in events(log, topics, "groups") if isinstance(e, GroupCompleted)]
+        assert [group.seq for group in groups] == list(range(5))
 
 
 def _in_transactions(config: Config, word: str, parts: Sequence[tuple[range, bool]]) -> None:
@@ -106,11 +105,9 @@ def test_a_replay_beside_a_live_collector_moves_no_commit_wakes_no_rebalance_and
         put_all(log, topics, "tasks", [task(seq, n_samples=1) for seq in range(500)])
         put_all(log, topics, "rewards", [rewarded(seq, 0, seq, 1.0, n_samples=1) for seq in range(500)])
         collector = daemons.start("collector")
-        eventually(lambda: log.hints(group).get(rewards) == 500, "the collector to be at 500", 60, collector)
-        eventually(lambda: log.end(topics.name("groups"), 0) == 500, "its 500 groups", 60, collector)
-        quiet = [
-            word for word in ALL_TOPICS if word != "metrics"
-        ]  # the live collector goes on saying how it is
+        eventually(lambda: log.hints(group).get(rewards) == 500, "the collector to be at 500", collector)
+        eventually(lambda: log.end(topics.name("groups"), 0) == 500, "its 500 groups", collector)
+        quiet = [word for word in ALL_TOPICS if word != "metrics"]  # in which the live collector goes on
         members, written = admin.group(settings.full(group)), ends(log, topics, quiet)
         assert len(members) == 1
 
@@ -132,7 +129,7 @@ def test_a_replay_beside_a_live_collector_moves_no_commit_wakes_no_rebalance_and
 
         put(log, topics, "tasks", task(500, n_samples=1))
         put(log, topics, "rewards", rewarded(500, 0, 500, 1.0, n_samples=1))
-        eventually(lambda: log.end(topics.name("groups"), 0) == 501, "and it goes on", 60, collector)
+        eventually(lambda: log.end(topics.name("groups"), 0) == 501, "and it goes on", collector)
 
 
 # -- O13: a group stays where it was put
@@ -146,8 +143,15 @@ def test_a_producer_with_other_partitions_than_the_run_began_with_is_refused_at_
     config = run_on(tmp_path, kafka, prefix, log={"partitions": 6})
     topics = topics_of(config)
     with open_run_log(config) as log:
-        fields = {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "seed": 0, "started_ms": 1000}
-        started = RunStarted(run=topics.run, config_fingerprint=fingerprint(config), partitions=6, **fields)
+        started = RunStarted(
+            run=topics.run,
+            config_fingerprint=fingerprint(config),
+            partitions=6,
+            rollout_batch_size=4,
+            n_samples_per_prompt=4,
+            seed=0,
+            started_ms=1000,
+        )
         put(log, topics, "ledger", started)
         before = ends(log, topics, ALL_TOPICS)
         done = millstream("serve", role, config.run.dir, "--set", "log.partitions=8")

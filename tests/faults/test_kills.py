@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.harness import HANDOVERS, configuration, plan, soak
+from streams.broker.node import Node
+from tests.faults.harness import BROKER, HANDOVERS, Fault, broker_of, configuration, plan, soak
 
 DAEMONS = ("feeder-0", "rollout-0", "rollout-1", "reward-0", "reward-1", "collector-0", "trainer-0")
 
@@ -24,4 +25,24 @@ def test_a_run_under_kills_and_stops_keeps_every_promise_on_the_embedded_log(tmp
     result = soak(configuration(tmp_path), plan(11, 10, DAEMONS), seed=11)
     assert result.problems == []
     assert result.struck == 10
+    assert result.final_digest == result.replay_digest
+
+
+@pytest.mark.timeout(300)
+def test_a_run_under_kills_of_its_daemons_and_of_the_broker_keeps_every_promise_on_kafka(
+    tmp_path, own_kafka: Node
+) -> None:
+    faults = [
+        Fault("trainer-0", "batch_cut", "kill"),
+        Fault(BROKER, "reward_assigned", "kill"),
+        Fault("rollout-1", "trajectory_finished", "kill"),
+        Fault("reward-0", "engine_ready", "stop", 1.0),
+        Fault(BROKER, "weights_published", "stop", 1.5),
+        Fault("collector-0", "group_completed", "kill"),
+        Fault("feeder-0", "task_dispatched", "kill"),
+    ]
+    config = configuration(tmp_path, f"{own_kafka.url}/kills.")
+    result = soak(config, faults, seed=0, broker=broker_of(own_kafka))
+    assert result.problems == []
+    assert result.struck == len(faults)
     assert result.final_digest == result.replay_digest

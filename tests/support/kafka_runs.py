@@ -2,7 +2,7 @@
 
     run_on(folder, address, prefix) ──► Config, its topics made
     Daemons(config).start("reward") ──► Daemon: `millstream serve`, as a user starts it
-    put_groups, put_samples ──► what other stages would have written          eventually(lambda: …, "what is awaited")
+    put_all, put_groups ──► what other stages would have written              eventually(lambda: …, "what is awaited")
 
 Nobody supervises a `Daemon`: one that is killed stays away until the test starts it again.
 """
@@ -50,12 +50,11 @@ def run_on(
 ) -> Config:
     """A run of one partition and one daemon of each role, in its directory `folder/run`, with these topics made."""
     sections: dict[str, dict[str, Any]] = {
-        "log": {"partitions": 1, "kafka": KAFKA},
-        "reward": {"replicas": 1},
+        **changes,
+        "log": {"partitions": 1, "kafka": KAFKA, **changes.get("log", {})},
+        "rollout": {"replicas": 1, **changes.get("rollout", {})},
+        "reward": {"replicas": 1, **changes.get("reward", {})},
     }
-    for section, values in changes.items():
-        sections.setdefault(section, {}).update(values)
-    sections.setdefault("rollout", {}).setdefault("replicas", 1)
     folder.mkdir(parents=True, exist_ok=True)
     config = harness.configuration(folder, f"kafka://{address}/{prefix}", **sections)
     rundir.adopt(config)
@@ -89,7 +88,6 @@ class Daemon:
     def __init__(self, name: str, command: Sequence[str], out: Path) -> None:
         self.name, self.out = name, out
         environ = {**os.environ, **dict.fromkeys(THREAD_VARIABLES, "1"), "PYTHONPATH": str(ROOT)}
-        self.began = time.monotonic()
         with out.open("wb") as file:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environ
@@ -158,20 +156,22 @@ class Daemons(contextlib.AbstractContextManager["Daemons"]):
 
 
 class Hold:
-    """Stops a trainer at one place of its code, as a busy machine could, until it is released.
+    """Stops a daemon at one place of its code, as a busy machine could, until it is released.
 
-    It waits before `method` of engine.trainer.loop.Trainer, or behind it if `after`, the first time that `when` holds:
-    Python over the method's arguments, as in "self.step == 3". Start the daemon with `script`.
+    It waits before the `method` ("package.module:Class.method"), or behind it if `after`, the first time that `when`
+    holds: Python over the method's arguments, as in "self.step == 3". Start the daemon with `script`.
     """
 
     def __init__(self, folder: Path, method: str, when: str, *, after: bool = False) -> None:
         self._reached, self._released = folder / "hold.reached", folder / "hold.released"
+        module, _, place = method.partition(":")
+        owner, _, name = place.partition(".")
         self.script = f"""
 import inspect, time
 from pathlib import Path
-from engine.trainer.loop import Trainer
+from {module} import {owner}
 
-original, reached, released = Trainer.{method}, Path({str(self._reached)!r}), Path({str(self._released)!r})
+original, reached, released = {place}, Path({str(self._reached)!r}), Path({str(self._released)!r})
 
 def hold(arguments):
     if eval({when!r}, {{}}, arguments) and not reached.exists():
@@ -188,7 +188,7 @@ def held(*given, **named):
     hold(arguments)
     return original(*given, **named)
 
-Trainer.{method} = held
+{owner}.{name} = held
 """
 
     def is_reached(self) -> bool:
@@ -273,14 +273,14 @@ def written_by(
 # -- waiting
 
 
-def eventually(claim: Callable[[], _T], what: str, timeout_s: float = SOON_S, *daemons: Daemon) -> _T:
-    """The first true answer. While waiting, none of the `daemons` may end."""
+def eventually(claim: Callable[[], _T], what: str, *daemons: Daemon, timeout_s: float = SOON_S) -> _T:
+    """The first true answer. None of the `daemons` may end while it is waited for."""
     deadline = time.monotonic() + timeout_s
     while not (answer := claim()):
-        for daemon in daemons:
-            assert daemon.is_running(), f"{daemon.name} ended while this was awaited: {what}\n{daemon.text()}"
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}" + "".join(
-            f"\n{d.name}:\n{d.text()[-4000:]}" for d in daemons
-        )
+        ended = [daemon.name for daemon in daemons if not daemon.is_running()]
+        if ended or time.monotonic() >= deadline:
+            why = f"{', '.join(ended)} ended before" if ended else f"not within {timeout_s:g} s"
+            said = "".join(f"\n{daemon.name}:\n{daemon.text()[-4000:]}" for daemon in daemons)
+            raise AssertionError(f"{why}: {what}{said}")
         time.sleep(0.02)
     return answer
