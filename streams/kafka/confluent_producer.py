@@ -64,7 +64,7 @@ class ConfluentLink(Link):
         self._settings, self._control = settings, control
         self._broken: LogError | None = None
         self._known: set[TopicPartition] = set()
-        self._whole: Producer | None = None
+        self._whole: Lanes | None = None
         self._closed = False
         options = confluent_producer_options(settings, control=control)
         try:
@@ -161,25 +161,13 @@ class ConfluentLink(Link):
     def _hand_whole(self, append: Append, done: Done) -> Callable[[], None]:
         if self._whole is None:
             self._whole = python_producer(self._settings, control=self._control, linger=False)
-        here, is_open = threading.get_ident(), False
-        early: list[tuple[int, Exception | None]] = []
 
         def sent(offset: int, error: Exception | None) -> None:
-            if threading.get_ident() == here and not is_open:
-                early.append((offset, error))  # this thread holds the lanes' lock
-            else:
-                done(offset, error)  # pyright: ignore[reportArgumentType]  (always a LogError)
-
-        def listen() -> None:
-            nonlocal is_open
-            is_open = True
-            for offset, error in early:
-                sent(offset, error)
+            done(offset, error)  # pyright: ignore[reportArgumentType]  (always a LogError)
 
         # As long as librdkafka itself goes on after the owner was told.
         deadline = append.deadline + self._settings.delivery_timeout.total_seconds()
-        self._whole.send(*append.place, append.records, sent, deadline)
-        return listen
+        return self._whole.queue(*append.place, append.records, sent, deadline)
 
     def push(self) -> None:
         self._producer.flush(0)

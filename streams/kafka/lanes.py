@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from streams.errors import LogClosed, LogError, LogUnavailable, RecordTooLarge, UnknownTopic
 from streams.kafka.clients import Producer, Sent
@@ -176,6 +177,13 @@ class Lanes(Producer):
     def send(
         self, topic: str, partition: int, records: Sequence[NewRecord], sent: Sent, deadline: float
     ) -> None:
+        self.queue(topic, partition, records, sent, deadline)()
+
+    def queue(
+        self, topic: str, partition: int, records: Sequence[NewRecord], sent: Sent, deadline: float
+    ) -> Callable[[], None]:
+        """As `send`, in two steps, for a caller that has to queue under a lock of its own: nobody is told anything
+        before the returned function is called, which must be soon and without that lock."""
         append = Append(TopicPartition(topic, partition), records, batch_bytes(records), sent, deadline)
         starts: list[Callable[[], None]] = []
         with self._lock:
@@ -192,7 +200,7 @@ class Lanes(Producer):
                 self._hand_over(lane, starts)
                 self._look_at = min(self._look_at, append.deadline)
                 self._wake_at(min(append.deadline, append.since + _LOOK_S))
-        self._go_on(starts)
+        return partial(self._go_on, starts)
 
     def flush(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

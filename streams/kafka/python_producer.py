@@ -24,7 +24,6 @@ from kafka.errors import KafkaError, KafkaTimeoutError
 from kafka.structs import TopicPartition as Place
 
 from streams.errors import LogError, LogUnavailable
-from streams.kafka.clients import Producer
 from streams.kafka.connect import connect
 from streams.kafka.errors import from_client, unreachable
 from streams.kafka.lanes import Append, Done, Lanes, Link
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 _REAP_S = 120.0
 
 
-def python_producer(settings: KafkaSettings, *, control: bool, linger: bool = True) -> Producer:
+def python_producer(settings: KafkaSettings, *, control: bool, linger: bool = True) -> Lanes:
     return Lanes(
         settings,
         lambda: PythonLink(settings, control=control),

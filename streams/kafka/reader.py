@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from datetime import timedelta
 
 from streams.errors import CorruptRecord, LogClosed, OffsetOutOfRange
@@ -50,7 +51,10 @@ class Reader:
         self._changed = threading.Condition(self._lock)
         self._ends = Ends(settings, self._changed, self._shrunk)
         self._seeker = Seeker(settings)
-        self._control = Follower(settings, "control", self._ends, self._lock, self._changed)
+        nearby = replace(
+            settings, ingest="thread"
+        )  # some events a second: a process would only make them later
+        self._control = Follower(nearby, "control", self._ends, self._lock, self._changed)
         self._bulk = Follower(settings, "bulk", self._ends, self._lock, self._changed)
         self._channels: dict[str, Follower] = {}  # topic → which of the two
         self._last: dict[TopicPartition, int] = {}  # where the last read of each partition ended

@@ -70,10 +70,14 @@ class KafkaSettings:
 
     # groups
     session_timeout: timedelta = timedelta(seconds=10)  # a member silent for so long has lost its partitions
-    max_silence: timedelta = timedelta(seconds=300)  # a stage that asks for so long not for its partitions is stuck
+    max_silence: timedelta = timedelta(
+        seconds=300
+    )  # a stage that asks for so long not for its partitions is stuck
 
     is_control: Callable[[str], bool] = lambda topic: topic.rpartition(".")[2] in ("ledger", "fleet")
-    interrupted: Callable[[], bool] = lambda: False  # looked at in every wait: True ends it with LogUnavailable
+    interrupted: Callable[[], bool] = lambda: (
+        False
+    )  # looked at in every wait: True ends it with LogUnavailable
 
     def __post_init__(self) -> None:
         # So that one limit is enough to agree on with a cluster: no batch needs more room than one record may take.

@@ -66,9 +66,9 @@ def test_o22_finished_but_untrained_work_is_not_lost_on_resume(tmp_path: Path) -
     )
 
 
-def trained_world(folder: Path, steps: int, **settings: int) -> World:
+def trained_world(folder: Path, steps: int, *, checkpoint_every: int) -> World:
     """A whole run in this process that has taken its steps and then lost its trainer to a crash."""
-    world = World(folder, data_epochs=None, steps=None, limit=2, batch=2, **settings)
+    world = World(folder, data_epochs=None, limit=2, batch=2, checkpoint_every=checkpoint_every)
     chance = random.Random(5)
     for _ in range(20_000):
         world.move(chance.choice(world.names))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,9 @@ from kafka.admin import NewTopic
 from kafka.structs import TopicPartition as KafkaPlace
 
 from streams.broker.node import Node
+from streams.kafka import follower
 from streams.kafka.feed import Feed
+from streams.kafka.process_consumer import ProcessConsumer
 from streams.kafka.reader import Reader
 from streams.kafka.settings import KafkaSettings
 from tests.support.kafka import QUICK
@@ -692,3 +696,26 @@ def test_a_damaged_batch_is_an_error_that_says_where_reading_can_go_on(own: Worl
         assert reader.wait({place: 0}, SOON)
         time.sleep(0.3)
     assert reader.wait({place: 5}, SOON), "a damaged record is there to be read: the read says so"
+
+
+@pytest.mark.parametrize("way", [Way("kafka-python", "process")], indirect=True, ids=["process"])
+def test_a_consumer_that_hangs_is_noticed_and_made_anew(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follower, "_CHECK_S", 0.3)
+    world.create("t")
+    reader, place = world.open(), TopicPartition("t", 0)
+    tail(reader, "t", 0)
+    child = reader._bulk._consumer
+    assert isinstance(child, ProcessConsumer)
+    os.kill(child.pid, signal.SIGSTOP)
+    world.append("t", b"a")
+    assert reader.wait({place: 0}, SOON), "the broker is asked when nothing comes for a while"
+    assert values(reader.read("t", 0, 0, 10, MB).records) == [b"a"]
+    deadline = time.monotonic() + SOON.total_seconds()
+    while reader._bulk._consumer in (child, None):
+        reader.wait({place: 1}, timedelta(seconds=0.1))
+        assert time.monotonic() < deadline
+    world.append("t", b"b")
+    assert reader.wait({place: 1}, SOON)
+    assert values(reader.read("t", 0, 1, 10, MB).records) == [b"b"]
