@@ -12,8 +12,7 @@ the bytes in flight. Workers are connected and know their topics before anything
 its children, without the broker.
 
     produce  single records, from the first submit until the last acknowledgement
-    consume  one partition after its first records came, which is a figure of its own; another one in each round,
-             so nothing was read ahead
+    consume  one partition from its first record to its last; another one in each round, so nothing was read ahead
     latency  from before the append in one process to after the read in another
     stall    memory of a process that goes on writing and reading while the broker is stopped (SIGSTOP)
     fetch    single records by offset, at random and as the trainer asks for them (a group's samples at a time)
@@ -411,23 +410,26 @@ class Work:
         return self.timed(lambda: self.side.produce(TopicPartition(topic, partition), values, count))
 
     def consume(self, topic: str, partition: int, count: int, size: int) -> Row:
-        """A partition of `count` records; the time runs from the first records on, `first` is what those took."""
-        records = length = at_first = 0
-        before, started = cpu_s(), time.perf_counter()
-        first = started
-        for values in self.side.follow(TopicPartition(topic, partition), 0):
-            if not records and values:
-                first, at_first = time.perf_counter(), len(values)
-            records += len(values)
-            length += sum(map(len, values))
-            if records >= count:
-                break
-        took = time.perf_counter() - first
-        if length != count * size:
-            raise RuntimeError(f"{records} records of {length} bytes came, not {count} of {size} bytes each")
-        # As if all of it had come at the speed of what came after the first records.
-        whole = took * count / (count - at_first) if at_first < count else took
-        return {"took": whole, "first": first - started, "cpu": cpu_s() - before}
+        """A partition of `count` records; `first`: seconds until the first of them came."""
+        first = 0.0
+
+        def read() -> None:
+            nonlocal first
+            records = length = 0
+            for values in self.side.follow(TopicPartition(topic, partition), 0):
+                if values and not records:
+                    first = time.perf_counter() - started
+                records += len(values)
+                length += sum(map(len, values))
+                if records >= count:
+                    break
+            if length != count * size:
+                raise RuntimeError(
+                    f"{records} records of {length} bytes came, not {count} of {size} bytes each"
+                )
+
+        started = time.perf_counter()
+        return {**self.timed(read), "first": first}
 
     def timed(self, work: Callable[[], None]) -> Row:
         before, started = cpu_s(), time.perf_counter()
@@ -655,10 +657,11 @@ class Bench:
         self.folder, self.address, self.node, self.quick, self.add = folder, address, node, quick, add
         self.run = f"bench-{uuid.uuid4().hex[:8]}"
         self.clients = [client for client, module in MODULES.items() if importlib.util.find_spec(module)]
-        self.rounds = 3 if quick else 7
-        self.total = (
-            64 if quick else 256
-        ) << 20  # bytes of one round, of which much more is read than read ahead
+        self.rounds = 3 if quick else 5
+        self.written = (64 if quick else 128) << 20  # bytes of one round
+        self.filled = (
+            128 if quick else 256
+        ) << 20  # of a partition that is read: far more than is read ahead
         self.gains: dict[tuple[str, str], tuple[float, float]] = {}  # (bench, client) → MB/s, CPU ms/MB
 
     def worker(self, way: Way) -> Worker:
@@ -713,16 +716,18 @@ class Bench:
 
             def once(way: Way, turn: int) -> Row:
                 topic = f"{self.run}.{names[way]}"
-                return side[way].ask("produce", topic=topic, partition=0, size=size, count=self.total // size)
+                return side[way].ask(
+                    "produce", topic=topic, partition=0, size=size, count=self.written // size
+                )
 
             took = self.turns("produce", ways, once, self.rounds)
-        self.compare("produce", size, took)
+        self.compare("produce", size, self.written, took)
 
     def consume(self, size: int, full: str) -> None:
         ways = [Way("embedded")]
         for client in self.clients:
             ways += [Way("ours", client), Way("ours", client, "process"), Way("raw", client)]
-        count = self.total // size
+        count = self.filled // size
         with self.workers(ways) as side:
 
             def once(way: Way, turn: int) -> Row:
@@ -731,14 +736,14 @@ class Bench:
                 return side[way].ask("consume", topic=full, partition=turn, count=count, size=size)
 
             took = self.turns("consume", ways, once, self.rounds)
-        self.compare("consume", size, took)
+        self.compare("consume", size, self.filled, took)
 
     def fill(self, full: str, size: int) -> None:
         """One round's bytes into each partition, of the broker's topic and of the embedded one."""
         for way in (Way("embedded"), Way("raw", self.clients[-1])):
             with self.workers([way]) as side:
                 for turn in range(self.rounds + 1):
-                    side[way].ask("produce", topic=full, partition=turn, size=size, count=self.total // size)
+                    side[way].ask("produce", topic=full, partition=turn, size=size, count=self.filled // size)
 
     def turns(
         self,
@@ -769,8 +774,8 @@ class Bench:
     def failed(self, bench: str, error: Exception) -> None:
         self.add({"bench": bench, "case": "failed", "why": f"{type(error).__name__}: {error}"})
 
-    def compare(self, bench: str, size: int, took: dict[Way, list[Row]]) -> None:
-        done = self.total // size * size / MB
+    def compare(self, bench: str, size: int, total: int, took: dict[Way, list[Row]]) -> None:
+        done = total // size * size / MB
         for way, ours in took.items():
             if way.kind == "raw":
                 continue
@@ -878,8 +883,8 @@ class Bench:
     # -- the rest
 
     def fetch(self, full: str, size: int) -> None:
-        """From one partition of `total` bytes; a new connection's first fetch does not count."""
-        end = self.total // size
+        """From one partition of `filled` bytes; a new connection's first fetch does not count."""
+        end = self.filled // size
         chance = random.Random(1)
         tries = min(end, 300 if self.quick else 1000)
         window = min(256, end // 2)  # the samples of a group lie between those of others that ran beside them
@@ -928,7 +933,7 @@ class Bench:
                     "lock",
                     topic=full,
                     partitions=[(turn + index) % (self.rounds + 1) for index in range(self.rounds)],
-                    count=self.total // size,
+                    count=self.filled // size,
                     mb_s=mb_s,
                     seconds=seconds,
                 )

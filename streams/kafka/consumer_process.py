@@ -45,9 +45,9 @@ from streams.kafka.frames import (
 from streams.kafka.settings import KafkaSettings, Security
 from streams.log import TopicPartition
 
-_POLL_S = 0.02  # a new message from the parent waits for so long at most,
+_POLL_S = 0.02  # a new message from the parent waits for so long at most;
 _QUICK_POLL_S = (
-    0.002  # and only so long soon after the last: who seeks has more to say as soon as he is answered
+    0.002  # for so long within _SOON_S of the last one: who seeks says more as soon as he is answered
 )
 _SOON_S = 0.1
 _LOOK_S = 1.0  # how often it is looked up whether the parent is still the same
@@ -96,7 +96,9 @@ class Child:
             while os.getppid() == self._parent:
                 message = self._pipe.receive(_LOOK_S)
                 if isinstance(message, Secret):
-                    self._secrets[message.number].put(message)
+                    waiting = self._secrets.get(message.number)
+                    if waiting is not None:
+                        waiting.put(message)
                 elif message is not None:
                     self._messages.put(message)
         finally:
@@ -140,7 +142,7 @@ class Child:
                 f"{name}: the process that knows it did not say it in {_SECRET_S:.0f} s"
             ) from None
         finally:
-            del self._secrets[number]
+            self._secrets.pop(number, None)
         if answer.value is None:
             raise LogError(answer.error)
         return answer.value

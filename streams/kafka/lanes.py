@@ -67,6 +67,10 @@ class Append:
 Done = Callable[[int, LogError | None], None]  # (offset of the first record, None) or (-1, error)
 
 
+class NotYet(LogUnavailable):
+    """A link no longer knows where an append belongs, and took nothing of it: it waits until that was looked up."""
+
+
 class Link(abc.ABC):
     """One connected client, used until it fails. No method but `learn` and `close` waits for the network."""
 
@@ -82,7 +86,7 @@ class Link(abc.ABC):
     @abc.abstractmethod
     def hand(self, append: Append, kind: int, done: Done) -> Callable[[], None]:
         """Queue it in the client, after everything handed over before. `done` is called once, from any thread, but
-        by this one only in or after the returned function, which is called without locks. Raises LogError."""
+        by this one only in or after the returned function, which is called without locks. Raises LogError, NotYet."""
 
     def kind(self, append: Append, before: int | None) -> int:
         """Appends of two kinds are never in the client at once, in one lane. `before`: the kind of what is in it."""
@@ -263,6 +267,13 @@ class Lanes(Producer):
             lane.handed_bytes += append.size
             try:
                 starts.append(link.hand(append, lane.kind, self._listener(lane, append)))
+            except NotYet:
+                self._leave(lane, append)
+                lane.waiting.appendleft(append)
+                lane.waiting_bytes += append.size
+                self._unknown.add(lane.place)
+                self._ensure_worker()
+                return
             except LogError as error:
                 self._leave(lane, append)
                 self._end(append, -1, error)

@@ -168,7 +168,9 @@ class KafkaLog(EventLog):
     def truncate_before(self, topic: str, partition: int, offset: int) -> int:
         self._check_writable()
         self._check_place(topic, partition)
-        return self._admin.truncate_before(topic, partition, offset)
+        start = self._admin.truncate_before(topic, partition, offset)
+        self._reader.truncated(TopicPartition(topic, partition), start)
+        return start
 
     # -- life
 

@@ -26,7 +26,7 @@ from kafka.structs import TopicPartition as Place
 from streams.errors import LogError, LogUnavailable
 from streams.kafka.connect import connect
 from streams.kafka.errors import from_client, unreachable
-from streams.kafka.lanes import Append, Done, Lanes, Link
+from streams.kafka.lanes import Append, Done, Lanes, Link, NotYet
 from streams.kafka.options import python_producer_options
 from streams.kafka.settings import KafkaSettings
 from streams.kafka.topic_settings import largest_batch
@@ -92,6 +92,10 @@ class PythonLink(Link):
         return asked.is_done and (not asked.failed() or getattr(asked.exception, "errno", None) is not None)
 
     def hand(self, append: Append, kind: int, done: Done) -> Callable[[], None]:
+        if not self.knows(
+            append.place
+        ):  # `send` would wait for it, and with it everybody who holds this lock
+            raise NotYet(f"{append}: the client lost sight of the topic")
         topic, partition = self._settings.full(append.place.topic), append.place.partition
         if append.place not in self._locks:
             self._locks[append.place] = _reentrant(self._producer, topic, partition)

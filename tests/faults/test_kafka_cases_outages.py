@@ -61,35 +61,35 @@ def broker(node: Node) -> Node:
 def test_a_daemon_that_must_end_without_its_broker_fails_and_says_how_much_is_undelivered(
     broker: Node, prefix: str, tmp_path: Path
 ) -> None:
-    """Case O03: verdicts are made while the broker is away. If it is back in time they are all there, once; if the
-    daemon must end before, it says how many are not, and the next one makes them again."""
+    """Case O03: verdicts are made and sent while the broker hangs, then dies. If it is back in time they are all there;
+    if the daemon must end before, it says how many are not, and the next one makes them again. (An outage can cost the
+    stage its partition, which it rebuilds; so a verdict may lie there twice, of which readers pass one over.)"""
     calls, gate = tmp_path / "calls", tmp_path / "gate"
     kafka = {**KAFKA, "delivery_timeout_s": 5.0}
     config = run_on(
-        tmp_path,
-        broker.address,
-        prefix,
-        log={"kafka": kafka},
-        reward=scoring(calls, gate=str(gate)),
+        tmp_path, broker.address, prefix, log={"kafka": kafka}, reward=scoring(calls, gate=str(gate))
     )
     topics = topics_of(config)
     with open_run_log(config) as log, Daemons(config) as daemons:
         reward = daemons.start("reward")
 
         def score_ten_without_a_broker(first: int) -> None:
+            uids = [f"0-{seq}/0/0" for seq in range(first, first + 10)]
             samples = [finished(seq, 0, seq, n_samples=1) for seq in range(first, first + 10)]
             put_all(log, topics, "trajectories", samples)
-            eventually(lambda: len(calls_in(calls)) == first + 1, "the first call", reward)
-            broker.kill()
+            eventually(lambda: uids[0] in calls_in(calls), "the first call", reward)
+            broker.pause()
             gate.touch()
-            eventually(lambda: len(calls_in(calls)) == first + 10, "ten calls", reward)
+            eventually(lambda: set(uids) <= set(calls_in(calls)), "ten calls", reward)
+            time.sleep(0.5)  # in which the stage takes them in, and sends them
+            broker.kill()
 
-        def verdicts() -> list[str]:
-            return [e.uid for e in events(log, topics, "rewards") if isinstance(e, RewardAssigned)]
+        def verdicts() -> set[str]:
+            return {e.uid for e in events(log, topics, "rewards") if isinstance(e, RewardAssigned)}
 
         score_ten_without_a_broker(0)
         broker.start()
-        eventually(lambda: len(verdicts()) >= 10, "ten verdicts", reward, timeout_s=30)
+        eventually(lambda: len(verdicts()) == 10, "ten verdicts", reward, timeout_s=30)
 
         gate.unlink()
         score_ten_without_a_broker(10)
@@ -97,15 +97,15 @@ def test_a_daemon_that_must_end_without_its_broker_fails_and_says_how_much_is_un
         reward.terminate()
         assert reward.exit_code(8) == 1
         assert time.monotonic() - asked < 8
-        assert "reward-0: stopped with 10 events undelivered" in reward.text()
+        assert f"10 of {topics.name('rewards')}/0" in reward.text(), "undelivered"
 
         broker.start()
-        assert verdicts() == [f"0-{seq}/0/0" for seq in range(10)]
+        assert verdicts() == {f"0-{seq}/0/0" for seq in range(10)}
         reward = daemons.start("reward")
-        eventually(lambda: len(verdicts()) >= 20, "the other ten", reward)
+        eventually(lambda: len(verdicts()) == 20, "the other ten", reward)
         reward.terminate()
         assert reward.exit_code() == 0
-        assert verdicts() == [f"0-{seq}/0/0" for seq in range(20)]
+        assert log.end(topics.name("rewards"), 0) <= 40
 
 
 # -- O07: late is not missing, and missing is not late

@@ -739,6 +739,16 @@ class Silent(Link):
         self.closed = True
 
 
+def test_nobody_is_told_anything_while_a_caller_that_queues_holds_its_own_lock() -> None:
+    lanes = Lanes(KafkaSettings(("127.0.0.1:1",)), Silent, window=1 << 20)
+    lanes.close(0.0)
+    told: list[Exception | None] = []
+    go_on = lanes.queue("t", 0, one("x"), lambda _, error: told.append(error), time.monotonic() + SOON)
+    assert told == []
+    go_on()
+    assert [type(error) for error in told] == [LogClosed]
+
+
 def test_a_wedged_client_cannot_keep_an_owner_waiting_and_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
