@@ -36,6 +36,10 @@ class Producer(abc.ABC):
         """Send what lingers and wait until nothing is queued, or the time is over (then it just returns)."""
 
     @abc.abstractmethod
+    def settle(self, place: TopicPartition, timeout_s: float) -> bool:
+        """Wait until no append to this place whose owner was told LogUnavailable can still land. False: it may."""
+
+    @abc.abstractmethod
     def close(self, timeout_s: float) -> None:
         """As flush; then whatever is left has failed, and every `sent` has been called. Twice is harmless."""
 

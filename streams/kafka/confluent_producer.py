@@ -30,7 +30,8 @@ from streams.kafka.errors import (
     from_client,
     unreachable,
 )
-from streams.kafka.lanes import Append, Done, Lanes, Link
+from streams.kafka.lanes import Lanes
+from streams.kafka.link import Append, Done, Link
 from streams.kafka.options import confluent_producer_options
 from streams.kafka.python_producer import python_producer
 from streams.kafka.settings import KafkaSettings

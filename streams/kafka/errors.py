@@ -126,7 +126,7 @@ def from_client(
 def refused_login(settings: KafkaSettings, doing: str, said: str) -> LoginRefused:
     security = settings.security
     if security.mechanism == "OAUTHBEARER":
-        mend = "see what log.kafka.sasl_token is read from, and what the broker's validator expects"
+        mend = "see what log.kafka.sasl_oauth_token is read from, and what the broker's validator expects"
     else:
         mend = "see log.kafka.sasl_username, sasl_password and sasl_mechanism, and that the broker knows this user"
     return LoginRefused(

@@ -18,7 +18,6 @@ Both clients sit behind this, so that both behave alike:
 
 from __future__ import annotations
 
-import abc
 import logging
 import threading
 import time
@@ -29,6 +28,7 @@ from functools import partial
 from streams.errors import LogClosed, LogError, LogUnavailable, RecordTooLarge, UnknownTopic
 from streams.kafka.clients import Producer, Sent
 from streams.kafka.errors import LoginRefused, Refused
+from streams.kafka.link import Append, Done, Link, NotYet, batch_bytes
 from streams.kafka.security import who
 from streams.kafka.settings import KafkaSettings
 from streams.log import NewRecord, TopicPartition
@@ -46,69 +46,6 @@ _WEDGED_S = 5.0  # after which a client that should long have given an append up
 _ALONE = 64  # appends that go one by one after the broker had refused several together
 
 
-class Append:
-    """One call of `send`. `size`: bytes that it takes in a batch, at most."""
-
-    __slots__ = ("count", "deadline", "place", "records", "sent", "since", "size", "told")
-
-    def __init__(
-        self, place: TopicPartition, records: Sequence[NewRecord], size: int, sent: Sent, deadline: float
-    ) -> None:
-        self.place, self.records, self.size, self.sent, self.deadline = place, records, size, sent, deadline
-        self.count = len(records)
-        self.since = time.monotonic()
-        self.told = False  # its owner knows how it ended
-
-    def __str__(self) -> str:
-        noun = "record" if self.count == 1 else "records"
-        return f"appending {self.count} {noun} to {self.place.topic}/{self.place.partition}"
-
-
-Done = Callable[[int, LogError | None], None]  # (offset of the first record, None) or (-1, error)
-
-
-class NotYet(LogUnavailable):
-    """A link no longer knows where an append belongs, and took nothing of it: it waits until that was looked up."""
-
-
-class Link(abc.ABC):
-    """One connected client, used until it fails. No method but `learn` and `close` waits for the network."""
-
-    @abc.abstractmethod
-    def knows(self, place: TopicPartition) -> bool:
-        """Whether an append to it can be handed over."""
-
-    @abc.abstractmethod
-    def learn(self, place: TopicPartition) -> bool:
-        """Look the topic up, for about a second. False: the broker says that there is no such place. Raises
-        LogUnavailable when none answers, LogError."""
-
-    @abc.abstractmethod
-    def hand(self, append: Append, kind: int, done: Done) -> Callable[[], None]:
-        """Queue it in the client, after everything handed over before. `done` is called once, from any thread, but
-        by this one only in or after the returned function, which is called without locks. Raises LogError, NotYet."""
-
-    def kind(self, append: Append, before: int | None) -> int:
-        """Appends of two kinds are never in the client at once, in one lane. `before`: the kind of what is in it."""
-        return 0
-
-    @abc.abstractmethod
-    def push(self) -> None:
-        """Send what lingers in the client."""
-
-    @abc.abstractmethod
-    def is_spoiled_by(self, error: LogError) -> bool:
-        """Whether this client must not be used after such an error of an append."""
-
-    @abc.abstractmethod
-    def broken(self) -> LogError | None:
-        """Why it will never work again, though no append has failed yet."""
-
-    @abc.abstractmethod
-    def close(self, timeout_s: float) -> None:
-        """Give up what it still has, without waiting for any broker. Not every `done` need be called."""
-
-
 class _Lane:
     def __init__(self, place: TopicPartition) -> None:
         self.place = place
@@ -119,16 +56,6 @@ class _Lane:
         self.kind = 0  # of what is handed
         self.alone = 0  # appends that must go without others
         self.refused_together = False  # what is handed is failing, and it was several appends
-
-
-def batch_bytes(records: Sequence[NewRecord]) -> int:
-    """Bytes that these records take in a batch, at most (its header is not in it)."""
-    size = 0
-    for value, headers, _ in records:
-        size += 40 + len(value)
-        for name, content in headers:
-            size += 12 + 4 * len(name) + len(content)
-    return size
 
 
 class Lanes(Producer):
@@ -222,6 +149,20 @@ class Lanes(Producer):
                 lambda: not self._live or self._closed, max(0.0, deadline - time.monotonic())
             )
             self._flushing -= 1
+
+    def settle(self, place: TopicPartition, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            while self._may_land_late(place):
+                left = deadline - time.monotonic()
+                if left <= 0 or self._settings.interrupted():
+                    return False
+                self._changed.wait(min(left, _NAP_S))
+        return True
+
+    def _may_land_late(self, place: TopicPartition) -> bool:
+        lane = self._lanes.get(place)
+        return lane is not None and any(append.told for append in lane.handed)
 
     def close(self, timeout_s: float) -> None:
         if not self._closed:

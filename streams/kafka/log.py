@@ -95,6 +95,10 @@ class KafkaLog(EventLog):
     def flush(self, timeout: timedelta = DEFAULT_TIMEOUT) -> dict[TopicPartition, int]:
         return self._writer.flush(timeout)
 
+    def settle(self, topic: str, partition: int) -> None:
+        self._check_place(topic, partition)
+        self._writer.settle(topic, partition)
+
     # -- reading
 
     def start(self, topic: str, partition: int) -> int:

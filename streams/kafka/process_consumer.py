@@ -59,7 +59,7 @@ _LONG_LIFE_S = 60.0  # a child that lived for so long was no failure
 _NOT_SENT = {"security", "is_control", "interrupted", "ingest"}
 _SECRETS = {
     "password": "log.kafka.sasl_password",
-    "token": "log.kafka.sasl_token",
+    "token": "log.kafka.sasl_oauth_token",
     "key_password": "log.kafka.ssl_key_password",
 }
 _ERRORS = {kind.__name__: kind for kind in (LogError, LogUnavailable, UnknownTopic)}

@@ -26,7 +26,8 @@ from kafka.structs import TopicPartition as Place
 from streams.errors import LogError, LogUnavailable
 from streams.kafka.connect import connect
 from streams.kafka.errors import from_client, unreachable
-from streams.kafka.lanes import Append, Done, Lanes, Link, NotYet
+from streams.kafka.lanes import Lanes
+from streams.kafka.link import Append, Done, Link, NotYet
 from streams.kafka.options import python_producer_options
 from streams.kafka.settings import KafkaSettings
 from streams.kafka.topic_settings import largest_batch

@@ -28,7 +28,7 @@ def check(security: Security) -> None:
     if not security.protocol.startswith("SASL"):
         return
     if security.mechanism == "OAUTHBEARER":
-        needed = {"sasl_token": security.token}
+        needed = {"sasl_oauth_token": security.token}
     else:
         needed = {"sasl_username": security.username, "sasl_password": security.password}
     missing = [f"log.kafka.{name}" for name, value in needed.items() if not value]
@@ -156,9 +156,11 @@ def confluent_token_callback(token: Secret) -> Callable[[str], tuple[str, float]
 
 def _fresh(token: Secret) -> str:
     """The token now. Raises LogError for one that has ended: some brokers just hang up on it."""
-    value, now = ask(token, "log.kafka.sasl_token"), time.time()
+    value, now = ask(token, "log.kafka.sasl_oauth_token"), time.time()
     if (end := token_end(value, now)) <= now:
-        raise LogError(f"log.kafka.sasl_token ended {now - end:.0f} s ago; renew it where it is read from")
+        raise LogError(
+            f"log.kafka.sasl_oauth_token ended {now - end:.0f} s ago; renew it where it is read from"
+        )
     return value
 
 

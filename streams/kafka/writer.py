@@ -22,7 +22,7 @@ from streams.checks import check_records
 from streams.errors import LogClosed, LogError, LogUnavailable, RecordTooLarge
 from streams.kafka.budget import Budget
 from streams.kafka.clients import Producer, new_producer
-from streams.kafka.lanes import batch_bytes
+from streams.kafka.link import batch_bytes
 from streams.kafka.options import require
 from streams.kafka.settings import KafkaSettings
 from streams.kafka.topic_settings import largest_batch
@@ -117,6 +117,17 @@ class Writer:
             waited_for = list(self._pending)
         self._wait(waited_for, time.monotonic() + timeout.total_seconds(), 0.0)
         return _by_place(append for append in waited_for if not append.future.done())
+
+    def settle(self, topic: str, partition: int) -> None:
+        """As EventLog.settle: a client gives up what it was told to forget after a delivery timeout more."""
+        place = TopicPartition(topic, partition)
+        timeout_s = 2 * self._timeout_s
+        for producer in list(self._producers.values()):
+            if not producer.settle(place, timeout_s):
+                raise LogUnavailable(
+                    f"{topic}/{partition}: an append that was not acknowledged in time may still land; "
+                    f"{', '.join(self._settings.servers)} did not say within {timeout_s:.0f} s"
+                )
 
     def close(self, timeout: timedelta) -> dict[TopicPartition, int]:
         """Wait for what is on its way; what is not delivered by then, or fails while this waits, has failed with

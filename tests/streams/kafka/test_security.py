@@ -252,7 +252,7 @@ def test_a_token_that_has_ended_is_an_error_that_says_so(secured: Secured) -> No
     security = Security(protocol="SASL_PLAINTEXT", mechanism="OAUTHBEARER", token=lambda: token(-30))
     for error in refusals(secured, "TOKEN", security, timedelta(seconds=20)):
         assert not isinstance(error, LogUnavailable)
-        assert re.search(r"log\.kafka\.sasl_token ended 3\d s ago", str(error))
+        assert re.search(r"log\.kafka\.sasl_oauth_token ended 3\d s ago", str(error))
 
 
 # -- encryption
@@ -332,7 +332,7 @@ def test_a_login_that_lacks_something_is_refused_naming_what() -> None:
     for security, missing in (
         (Security(protocol="SASL_SSL"), "sasl_username and log.kafka.sasl_password"),
         (login("PLAIN", password=None), "sasl_password"),
-        (Security(protocol="SASL_SSL", mechanism="OAUTHBEARER", username="ann"), "sasl_token"),
+        (Security(protocol="SASL_SSL", mechanism="OAUTHBEARER", username="ann"), "sasl_oauth_token"),
     ):
         with pytest.raises(LogError, match=missing):
             logins.check(security)

@@ -31,7 +31,8 @@ from streams.broker.node import Node
 from streams.kafka import python_producer
 from streams.kafka.budget import Budget
 from streams.kafka.errors import Refused
-from streams.kafka.lanes import Append, Done, Lanes, Link
+from streams.kafka.lanes import Lanes
+from streams.kafka.link import Append, Done, Link
 from streams.kafka.settings import KafkaSettings
 from streams.kafka.writer import Writer
 from tests.support.kafka import QUICK
@@ -779,3 +780,33 @@ def test_a_wedged_client_cannot_keep_an_owner_waiting_and_is_replaced(
     assert max(took for took, _ in told) < 1
     assert links[0].closed and links[1].closed
     assert links[0].taken == [str(i) for i in range(len(links[0].taken))]
+
+
+def test_settling_waits_until_nothing_that_was_given_up_can_still_land() -> None:
+    class Slow(Silent):
+        """Acknowledges once it is let go, long after the owner was told that it was not."""
+
+        def hand(self, append: Append, kind: int, done: Done) -> Callable[[], None]:
+            let_go.append(lambda: done(7, None))
+            return lambda: None
+
+    let_go: list[Callable[[], None]] = []
+    lanes = Lanes(
+        KafkaSettings(("127.0.0.1:1",), delivery_timeout=timedelta(seconds=SOON)), Slow, window=1 << 20
+    )
+    place, over = TopicPartition("t", 0), threading.Event()
+    assert lanes.settle(place, 0.0), "there is nothing on its way"
+    told: list[Exception | None] = []
+
+    def answer(_: int, error: Exception | None) -> None:
+        told.append(error)
+        over.set()
+
+    lanes.send("t", 0, one("x"), answer, time.monotonic() + 0.2)
+    assert over.wait(SOON)
+    assert [type(error) for error in told] == [LogUnavailable]
+    assert not lanes.settle(place, 0.1)
+    assert lanes.settle(TopicPartition("t", 1), 0.0), "another partition has nothing to wait for"
+    threading.Timer(0.2, let_go[0]).start()
+    assert lanes.settle(place, SOON)
+    lanes.close(0.0)
