@@ -70,7 +70,7 @@ class TooManyBadSteps(MillstreamError):
 
 
 class _Stopped(Exception):
-    """Asked to stop in the middle of a recovery."""
+    """Asked to stop in the middle of a recovery or of a wait."""
 
 
 class Trainer:
@@ -164,11 +164,12 @@ class Trainer:
                         continue
                     self._patience.waiting(self._waits_for)
                     self.log.wait(self._watched(), self.poll)
-                self._publisher.flush(PUBLISH_DEADLINE)
+                if not stop():
+                    self._publisher.flush(PUBLISH_DEADLINE, beat=self._give_way)
             finally:
                 self.close()
         except _Stopped:
-            logger.info("trainer: stopped while it recovered")
+            logger.info("trainer: stopped; what was under way is made again from the ledger")
         except (LogFull, LogUnavailable) as error:
             if not stop():
                 raise
@@ -179,12 +180,16 @@ class Trainer:
         if self._stop():
             raise _Stopped
 
+    def _beat(self) -> None:
+        """In every long wait: obey a stop, and notice another trainer."""
+        self._give_way()
+        self.ledger.catch_up()
+        self._check_owner()
+
     def _take_over(self) -> History:
         """Begin an epoch; returns the valid records up to its own."""
         history, self._history = self._history + self.ledger.catch_up(), []
-        if self.ledger.run is not None:
-            self._check_manifest(self.ledger.run)
-        else:
+        if self.ledger.run is None:
             self._append(
                 RunStarted(
                     run=self.settings.run,
@@ -196,12 +201,15 @@ class Trainer:
                     started_ms=self.clock(),
                 )
             )
+            history += self.ledger.catch_up()
+        assert self.ledger.run is not None
+        self._check_manifest(self.ledger.run)  # another trainer's may have been first
         started = EpochStarted(producer=self._incarnation, started_ms=self.clock(), limit=self.ledger.limit)
         self.epoch = self._append(started)
         history += self.ledger.catch_up()
         if (
             self.ledger.owner == self._incarnation
-        ):  # an append that timed out, was sent again, and landed twice
+        ):  # appended twice, since the first was not acknowledged in time
             self.epoch = self.ledger.epoch
         self._check_owner()
         logger.info("trainer: epoch %d of run %s", self.epoch, self.settings.run)
@@ -419,7 +427,11 @@ class Trainer:
     # -- weights and checkpoints
     def _publish(self, *, forked_at: int = -1) -> None:
         self._publisher.publish(
-            snapshot(self.backend.weights()), self.version, self.step, forked_at=forked_at
+            snapshot(self.backend.weights()),
+            self.version,
+            self.step,
+            forked_at=forked_at,
+            beat=self._beat,
         )
 
     def _write_weights(self, tensors, version: int, step: int) -> WeightsPublished:
@@ -432,7 +444,7 @@ class Trainer:
         save = partial(
             self._write_checkpoint, self.backend.snapshot(), self.step, self.version, self.ledger.position
         )
-        self._saver.save(save, beat=self._give_way)
+        self._saver.save(save, beat=self._beat)
         self._checkpointed = self.step
 
     def _write_checkpoint(
@@ -458,11 +470,20 @@ class Trainer:
                 saved_ms=self.clock(),
             )
         )
+        if self._newest_epoch() > self.epoch:  # what the other trainer resumed from is not ours to remove
+            return
         prune_checkpoints(
             self.checkpoints,
             keep_last=self.settings.checkpoint_keep_last,
             keep_every=self.settings.checkpoint_keep_every,
         )
+
+    def _newest_epoch(self) -> int:
+        """Asked of the log, for a thread that must not touch the fold."""
+        for record in records_backwards(self.log, self.topics.name("ledger"), 0):
+            if record.header("type") == b"epoch_started":
+                return record.offset
+        return -1
 
     # -- the end
     def _steps_reached(self) -> bool:
@@ -488,8 +509,8 @@ class Trainer:
             self._save_checkpoint()
         if self.version % self.settings.update_weights_interval:
             self._publish()  # the last version, off the interval
-        self._publisher.flush(PUBLISH_DEADLINE)
-        self._saver.flush(PUBLISH_DEADLINE)
+        self._publisher.flush(PUBLISH_DEADLINE, beat=self._beat)
+        self._saver.flush(PUBLISH_DEADLINE, beat=self._beat)
         finished = RunFinished(
             epoch=self.epoch, step=self.step, version=self.version, reason=reason, finished_ms=self.clock()
         )

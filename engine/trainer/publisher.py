@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from consumers.runner import Patience
 from engine.weights.store import NoRoom
 from streams.events import WeightsPublished
 
@@ -29,7 +30,15 @@ Write = Callable[[Mapping[str, Any], int, int], WeightsPublished]  # (tensors, v
 Announce = Callable[[WeightsPublished], object]  # appends it to the ledger
 
 
+Beat = Callable[[], None]
+
 _RETRY_S, _SAY_AGAIN_S = 0.5, 10.0
+_SLICE_S = 0.2  # of a wait, between two beats
+_CLOSE_S = 30.0  # for a version that is being written when the trainer ends
+
+
+def _no_beat() -> None:
+    pass
 
 
 class _Job(NamedTuple):
@@ -40,7 +49,11 @@ class _Job(NamedTuple):
 
 
 class Publisher:
-    """`publish` hands a version over; `flush` waits for all; `close` ends the thread."""
+    """`publish` hands a version over; `flush` waits for all; `close` ends the thread.
+
+    `beat` is called now and then in every wait: it may raise, to be asked to stop or because another trainer has the
+    run. What was not published by then is made again from the ledger.
+    """
 
     def __init__(self, write: Write, announce: Announce) -> None:
         self._write, self._announce = write, announce
@@ -55,24 +68,58 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    def publish(self, tensors: Mapping[str, Any], version: int, step: int, *, forked_at: int = -1) -> None:
+    def publish(
+        self,
+        tensors: Mapping[str, Any],
+        version: int,
+        step: int,
+        *,
+        forked_at: int = -1,
+        beat: Beat = _no_beat,
+    ) -> None:
         """`tensors` must be a snapshot: they are read later, on another thread."""
         self.check()
         with self._lock:
             self._unfinished += 1
             self._idle.clear()
-        self._jobs.put(_Job(tensors, version, step, forked_at))
+        try:
+            self._hand_over(_Job(tensors, version, step, forked_at), beat)
+        except BaseException:
+            self._one_less()
+            raise
 
-    def flush(self, timeout: timedelta) -> None:
-        if not self._idle.wait(timeout.total_seconds()):
-            raise TimeoutError(f"weights not published within {timeout.total_seconds():.0f} s")
+    def _hand_over(self, job: _Job, beat: Beat) -> None:
+        patience = Patience("trainer")
+        while True:
+            try:
+                self._jobs.put(job, timeout=_SLICE_S)
+                return
+            except queue.Full:
+                self.check()
+                beat()
+                patience.waiting(lambda: f"the versions before {job.version} to be published")
+
+    def flush(self, timeout: timedelta, *, beat: Beat = _no_beat) -> None:
+        """Raises TimeoutError when not every version is published by then."""
+        deadline, patience = time.monotonic() + timeout.total_seconds(), Patience("trainer")
+        while not self._idle.wait(min(_SLICE_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"weights not published within {timeout.total_seconds():.0f} s")
+            beat()
+            patience.waiting(lambda: "weights to be published")
         self.check()
 
     def close(self) -> None:
+        """The version that is being written is finished; one that waits for room on the disk is given up."""
         self._closing.set()
-        if self._thread.is_alive():
-            self._jobs.put(None)
-            self._thread.join(30)
+        deadline = time.monotonic() + _CLOSE_S
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            try:
+                self._jobs.put(None, timeout=_SLICE_S)
+                break
+            except queue.Full:
+                pass
+        self._thread.join(max(0.0, deadline - time.monotonic()))
 
     def check(self) -> None:
         """Raise what ended publishing, if anything did."""
@@ -87,10 +134,13 @@ class Publisher:
                 except BaseException as error:  # handed to the trainer, which stops with it
                     logger.exception("version %d could not be published", job.version)
                     self._error = error
-            with self._lock:
-                self._unfinished -= 1
-                if not self._unfinished:
-                    self._idle.set()
+            self._one_less()
+
+    def _one_less(self) -> None:
+        with self._lock:
+            self._unfinished -= 1
+            if not self._unfinished:
+                self._idle.set()
 
     def _publish(self, job: _Job) -> None:
         event = self._written(job)

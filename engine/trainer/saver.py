@@ -46,9 +46,9 @@ class Saver:
         self._thread = threading.Thread(target=self._run, args=(job,), name="saver", daemon=True)
         self._thread.start()
 
-    def flush(self, timeout: timedelta) -> None:
+    def flush(self, timeout: timedelta, *, beat: Callable[[], None] = lambda: None) -> None:
         """Raises TimeoutError when the checkpoint under way is not written by then."""
-        self._wait(timeout.total_seconds(), lambda: None)
+        self._wait(timeout.total_seconds(), beat)
         self.check()
 
     def check(self) -> None:

@@ -103,3 +103,25 @@ def test_a_version_waits_for_room_on_the_disk_and_is_then_published(tmp_path: Pa
     publisher.close()
     assert tries == [1, 1, 1, 2]
     assert [event.version for event in told] == [1, 2]
+
+
+def test_a_trainer_that_is_asked_to_stop_gives_up_a_version_that_finds_no_room(tmp_path: Path) -> None:
+    class Stopped(Exception):
+        pass
+
+    def full(tensors, version, step):
+        raise NoRoom("full")
+
+    def beat() -> None:
+        raise Stopped
+
+    publisher = Publisher(full, lambda event: None)
+    publisher.publish({}, 1, 1)
+    publisher.publish({}, 2, 2)
+    with pytest.raises(Stopped):
+        publisher.publish({}, 3, 3, beat=beat)  # the third would wait for the first
+    with pytest.raises(Stopped):
+        publisher.flush(SOON, beat=beat)
+    started = time.monotonic()
+    publisher.close()
+    assert time.monotonic() - started < 2

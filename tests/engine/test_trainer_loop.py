@@ -577,3 +577,38 @@ def test_a_fenced_trainer_names_the_other_one(bench):
             bench.trainer.round()
     finally:
         other.close()
+
+
+def test_a_zombie_removes_no_checkpoint_of_the_trainer_that_took_over(tmp_path):
+    bench = Bench(tmp_path, checkpoint_every=1, checkpoint_keep_last=1)
+    for seq in range(2):
+        bench.group(seq)
+    bench.settle()
+    (kept,) = [path for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith("e")]
+    other = bench.world.trainer()
+    bench.trainer._write_checkpoint(bench.trainer.backend.snapshot(), 9, 9, 9)  # it was frozen meanwhile
+    assert kept.exists()
+    assert bench.world.trainer().step == 1
+    other.close()
+    bench.trainer.close()
+    bench.world.close()
+
+
+def test_of_two_first_trainers_the_one_with_another_configuration_begins_no_epoch(tmp_path):
+    world = World(tmp_path)
+    late = world.trainer
+    world.settings = msgspec.structs.replace(world.settings, config_fingerprint="another")
+    other = RunStarted(
+        run="run",
+        config_fingerprint="test",
+        partitions=world.topics.partitions,
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        seed=3,
+        started_ms=0,
+    )
+    put(world.log, world.topics, "ledger", other)
+    with pytest.raises(ConfigError, match="another configuration"):
+        late()
+    assert [type(event) for event in events(world.log, world.topics, "ledger")] == [RunStarted]
+    world.close()
