@@ -40,7 +40,7 @@ from consumers.runner import (
     stamp,
 )
 from streams import codec
-from streams.errors import LogUnavailable, OffsetOutOfRange
+from streams.errors import CorruptRecord, LogUnavailable, OffsetOutOfRange
 from streams.events import (
     Event,
     GroupCompleted,
@@ -201,7 +201,7 @@ class Collector:
         except LogUnavailable as error:
             if not stop():
                 raise
-            logger.warning("%s: stopped while the log did not answer: %s", self.name, error)
+            logger.warning("%s: stopped before the log had answered: %s", self.name, error)
         finally:
             undelivered = self.close()
         return exit_code(self.name, 0 if self.ledger.finished is not None else undelivered)
@@ -535,6 +535,9 @@ class Heartbeats:
             batch = self.log.read(self.topic, 0, self._position)
         except OffsetOutOfRange as gone:  # metrics may be pruned under us; only the newest matter
             self._position = gone.start
+            return
+        except CorruptRecord as damage:
+            self._position = damage.next_offset
             return
         for record in batch.records:
             producer = (record.header("by") or b"").decode()

@@ -12,6 +12,9 @@ version (or was skipped): so at limit 0 nothing is generated before the weights 
 exceeds the limit while groups finish in order. Counting is over distinct `seq`s folded from the log, so repeated
 records, skipped steps and restarts can neither starve nor flood it.
 
+With `log.on_lost = "continue"` an open group whose dispatch retention has removed, or damage has taken, is dispatched
+anew in its partition: nobody else could name it. Who had read the first copy passes the second one over.
+
 State after a crash comes from the log alone: `tasks` is scanned back to the first record whose `next_seq` is not
 above the ledger's frontier; seqs that are missing in between are holes of a crash between two partitions, and are
 dispatched first.
@@ -38,10 +41,9 @@ from consumers.runner import (
 )
 from streams import codec
 from streams.codec import Known
-from streams.errors import ConfigError, LogFull, LogUnavailable, OffsetOutOfRange
+from streams.errors import ConfigError, CorruptRecord, LogFull, LogUnavailable, OffsetOutOfRange
 from streams.events import (
     DataEnded,
-    Event,
     GroupCompleted,
     GroupDropped,
     MembersMissing,
@@ -55,6 +57,7 @@ from streams.topics import Topics
 logger = logging.getLogger(__name__)
 
 TERMINAL = (GroupCompleted, GroupDropped)
+_LOOK_MS = 10_000  # between two looks whether the oldest open dispatches are still there
 _APPEND = timedelta(seconds=60)  # of the log's own deadline for an append, a generous multiple
 
 
@@ -92,7 +95,9 @@ class Feeder:
         self.redispatched_total = 0
         self._skipped_in_a_row = 0
         self._partition_of: dict[int, int] = {}  # unfinished seq → partition (its load)
+        self._offset_of: dict[int, int] = {}  # unfinished seq → where its dispatch lies in that partition
         self._load = [0] * topics.partitions
+        self._looked = clock()
         self._redispatched: set[tuple[str, int, int]] = set()  # (group_id, attempt, index)
         self._positions = [0] * topics.partitions  # in groups
         self._patience = Patience("feeder")
@@ -129,6 +134,7 @@ class Feeder:
         wrote = self._read_groups()
         if self.ledger.finished is None:
             wrote = self._feed() or wrote
+            wrote = self._dispatch_gone() or wrote
         self._report()
         return wrote
 
@@ -164,7 +170,7 @@ class Feeder:
             return True
         if self.ledger.paused:
             return False
-        batches: dict[int, list[Event]] = {}
+        batches: dict[int, list[TaskDispatched | TaskSkipped]] = {}
         room = self.capacity - self.open_groups
         sent: list[int] = []
         while room > 0:
@@ -186,11 +192,15 @@ class Feeder:
         futures = {partition: self.log.submit(topic, partition, each) for partition, each in records.items()}
         for partition, future in futures.items():
             try:
-                settled(future, f"feeder: an append to {topic}/{partition}", stop=self._stop, timeout=_APPEND)
+                what = f"feeder: an append to {topic}/{partition}"
+                base = settled(future, what, stop=self._stop, timeout=_APPEND)
             except (LogFull, LogUnavailable):
                 if self._stop():
                     raise
-                self._append("tasks", partition, records[partition])  # a copy that lands twice is passed over
+                # a copy that lands twice is passed over
+                base = self._append("tasks", partition, records[partition])
+            for offset, event in enumerate(batches[partition], base):
+                self._offset_of[event.seq] = offset
         self.dispatched_total += len(sent)
         if self.total is not None and self.next_seq >= self.total and not self.holes and room > 0:
             self._end()
@@ -253,9 +263,49 @@ class Feeder:
         self.ledger.catch_up()
         logger.info("feeder: data ended after %d groups", self.next_seq)
 
-    def _append(self, word: str, partition: int, records: list[NewRecord]) -> None:
+    def _append(self, word: str, partition: int, records: list[NewRecord]) -> int:
         """A full log is no reason to end: the feeder waits for room."""
-        append_patiently(self.log, self.topics.name(word), partition, records, who="feeder", stop=self._stop)
+        topic = self.topics.name(word)
+        return append_patiently(self.log, topic, partition, records, who="feeder", stop=self._stop)
+
+    # -- dispatches that are gone
+    def _dispatch_gone(self) -> bool:
+        """Dispatch open groups anew whose dispatch cannot be read any more; True if there were any.
+
+        A stage that had not read one would never know of its group, and the group would count as open for ever.
+        Retention takes the oldest first, and a damaged one becomes the oldest, so only those are looked at.
+        """
+        now = self.clock()
+        if self.losses.on_lost != "continue" or now - self._looked < _LOOK_MS:
+            return False
+        if self.ledger.paused or self.ledger.ending is not None:
+            return False
+        self._looked = now
+        for seq in [seq for seq in self._partition_of if self.ledger.is_closed(seq)]:
+            self._finished(seq)  # its outcome may be gone from `groups`
+        dispatches: dict[int, list[tuple[int, int]]] = {}
+        for seq, partition in self._partition_of.items():
+            dispatches.setdefault(partition, []).append((self._offset_of[seq], seq))
+        wrote = False
+        for partition, each in dispatches.items():
+            for offset, seq in sorted(each):
+                if self._is_kept(partition, offset):
+                    break
+                logger.warning("feeder: the dispatch of open group %d is gone; dispatched anew", seq)
+                record = codec.encode(self._task(seq, ahead=0), producer="feeder")
+                self._offset_of[seq] = self._append("tasks", partition, [record])
+                wrote = True
+        return wrote
+
+    def _is_kept(self, partition: int, offset: int) -> bool:
+        try:
+            self.log.read(self.topics.name("tasks"), partition, offset, max_records=1)
+        except OffsetOutOfRange as outside:
+            return offset >= outside.start
+        except CorruptRecord as error:
+            self.losses.damaged(self.log, error)
+            return False
+        return True
 
     # -- groups: load and re-dispatch
     def _read_groups(self) -> bool:
@@ -274,6 +324,7 @@ class Feeder:
 
     def _finished(self, seq: int) -> None:
         partition = self._partition_of.pop(seq, None)
+        self._offset_of.pop(seq, None)
         if partition is not None:
             self._load[partition] -= 1
 
@@ -321,8 +372,11 @@ class Feeder:
         topic = self.topics.name("tasks")
         try:
             records = self.log.read(topic, partition, missing.task_offset, max_records=1).records
-        except OffsetOutOfRange as outside:
-            self.losses.position(topic, partition, wanted=missing.task_offset, start=outside.start)
+        except (OffsetOutOfRange, CorruptRecord) as gone:
+            if isinstance(gone, CorruptRecord):
+                self.losses.damaged(self.log, gone)
+            else:
+                self.losses.position(topic, partition, wanted=missing.task_offset, start=gone.start)
             made_again = self._task(missing.seq, ahead=0)  # its row says all that the record said
             return made_again if isinstance(made_again, TaskDispatched) else None
         decoded = codec.decode(records[0]) if records else None
@@ -346,13 +400,13 @@ class Feeder:
         first_open: list[int | None] = [None] * self.topics.partitions
         removed: list[int] = []  # partitions whose records do not reach back to a time when all was closed
         for partition in range(self.topics.partitions):
-            for record in records_backwards(self.log, self.topics.name("tasks"), partition):
+            for record in records_backwards(self.log, self.topics.name("tasks"), partition, self.losses):
                 event = task_event(record)
                 if event is None:
                     continue
                 self.next_seq = max(self.next_seq, event.next_seq, event.seq + 1)
                 if event.seq >= frontier:
-                    self._recover_task(event, partition, seen)
+                    self._recover_task(event, partition, record.offset, seen)
                     first_open[partition] = record.offset
                 if event.next_seq <= frontier:
                     break
@@ -381,12 +435,14 @@ class Feeder:
         start = self.log.start(topic, partition)
         self.losses.found(topic, partition, 0, start, len(self.holes), "so many groups without an outcome")
 
-    def _recover_task(self, event: TaskDispatched | TaskSkipped, partition: int, seen: set[int]) -> None:
+    def _recover_task(
+        self, event: TaskDispatched | TaskSkipped, partition: int, offset: int, seen: set[int]
+    ) -> None:
         if isinstance(event, TaskDispatched) and event.attempt:
             self._redispatched.update((event.group_id, event.attempt, index) for index in event.indices)
             return
         if event.seq not in seen and not self.ledger.is_closed(event.seq):
-            self._partition_of[event.seq] = partition
+            self._partition_of[event.seq], self._offset_of[event.seq] = partition, offset
             self._load[partition] += 1
         seen.add(event.seq)
 
@@ -398,7 +454,7 @@ class Feeder:
             if offset is None:
                 continue
             requests: list[MembersMissing] = []
-            for event in events_backwards(self.log, topic, partition):
+            for event in events_backwards(self.log, topic, partition, self.losses):
                 progress = getattr(event, "progress", {}).get("tasks")
                 if progress is not None and progress.read_to <= offset:
                     break

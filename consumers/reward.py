@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from consumers.lanes import Lanes
+from consumers.ledger import Ledger
 from consumers.losses import Losses, OnLost
 from consumers.outbox import Outbox
 from consumers.rewards.calls import PoolError
@@ -115,8 +116,7 @@ class RewardStage:
             lambda partition: _Lane(self, partition),
             abandoned=lambda lane: pool.forget(future for future, _ in lane.pending),
         )
-        self._ledger_position = 0
-        self._paused = self._finished = False
+        self.ledger = Ledger(log, topics)
         self._verdict_came = threading.Event()
         self._scoring_s = 1.0  # of a sample, lately; nothing is known at first
         self._patience = Patience(self.name)
@@ -133,7 +133,6 @@ class RewardStage:
             replicas=self.replicas,
             member=self.name,
         )
-        self._ledger_position = self.log.start(self.topics.name("ledger"), 0)
 
     def close(self) -> int:
         """Send the verdicts that are there, wait a moment for what was sent, then give the share back. Returns how many
@@ -154,17 +153,17 @@ class RewardStage:
         except LogUnavailable as error:
             if not stop():
                 raise
-            logger.warning("%s: stopped while the log did not answer: %s", self.name, error)
+            logger.warning("%s: stopped before the log had answered: %s", self.name, error)
         finally:
             undelivered = self.close()
-        return exit_code(self.name, 0 if self._finished else undelivered)
+        return exit_code(self.name, 0 if self.ledger.finished is not None else undelivered)
 
     def _rounds(self, stop: Stop) -> None:
         while not stop():
             if self.round():
                 self._patience.reset()
                 continue
-            if self._finished:
+            if self.ledger.finished is not None:
                 return
             self._patience.waiting(self._waits_for)
             self._wait()
@@ -180,7 +179,7 @@ class RewardStage:
     def round(self) -> bool:
         """Take in verdicts and acknowledgements, then new trajectories; True if anything moved."""
         self._lanes.rebalance()
-        self._follow_ledger()
+        self.ledger.catch_up()
         moved = False
         for lane in self._lanes.values():
             moved = lane.outbox.poll() > 0 or moved
@@ -285,7 +284,7 @@ class RewardStage:
         limit = self.group_deadline.total_seconds()
         end = self.log.recent_end(self.topics.name("trajectories"), lane.partition)
         behind = end - lane.position >= NEARLY
-        lane.clock.tick(running=not (behind or self._paused or lane.outbox.stuck))
+        lane.clock.tick(running=not (behind or self.ledger.paused or lane.outbox.stuck))
         for group, since in list(lane.held_since.items()):
             if lane.clock.seconds - since > limit and not behind:
                 members = lane.held.pop(group)
@@ -355,17 +354,7 @@ class RewardStage:
 
         lane.outbox.send(records, acknowledged)
 
-    # -- end and metrics
-    def _follow_ledger(self) -> None:
-        """Is the run paused or finished? Looks only at the headers of the records that came since the last look."""
-        batch = self.log.read(self.topics.name("ledger"), 0, self._ledger_position)
-        self._ledger_position = batch.next_position
-        for record in batch.records:
-            kind = record.header("type")
-            if kind in (b"paused", b"resumed"):
-                self._paused = kind == b"paused"
-            self._finished = self._finished or kind == b"run_finished"
-
+    # -- metrics
     def _report(self) -> None:
         now = self.clock()
         if now - self._reported < 1000:

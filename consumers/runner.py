@@ -23,7 +23,7 @@ import msgspec
 from consumers.losses import Losses
 from streams import codec
 from streams.codec import Known, Unknown
-from streams.errors import CodecError, RecordTooLarge
+from streams.errors import CodecError, CorruptRecord, OffsetOutOfRange, RecordTooLarge
 from streams.events import DeadLetter, Event, InputProgress, Progress, TaskDispatched, TaskSkipped
 from streams.log import EventLog, Record
 from streams.ranges import from_ranges
@@ -132,7 +132,7 @@ def recover(
     finished: dict[str, set[int]] = {word: set() for word in inputs}
     reached = dict(starts)
     done: list[Event] = []
-    for event in events_backwards(log, topics.name(output), partition):
+    for event in events_backwards(log, topics.name(output), partition, losses):
         progress: Progress = getattr(event, "progress", {})
         if not progress:
             continue
@@ -163,15 +163,30 @@ def recover(
 _NO_PLACE = "at most, for its own output, which says where it was, was removed too"
 
 
-def records_backwards(log: EventLog, topic: str, partition: int, window: int = 256) -> Iterator[Record]:
-    """Records from the end to the start, read in windows."""
+def records_backwards(
+    log: EventLog, topic: str, partition: int, losses: Losses | None = None, *, window: int = 256
+) -> Iterator[Record]:
+    """Records from the end to the start, read in windows. Ends early where retention catches up with it.
+
+    Damaged records raise RecordsLost, unless `losses` let it continue.
+    """
+    losses = losses or Losses(f"a scan of {topic}")
     start, end = log.start(topic, partition), log.end(topic, partition)
     while end > start:
         begin = max(start, end - window)
         records: list[Record] = []
         position = begin
         while position < end:
-            batch = log.read(topic, partition, position, max_records=end - position)
+            try:
+                batch = log.read(topic, partition, position, max_records=end - position)
+            except OffsetOutOfRange as outside:
+                if position >= outside.start:
+                    raise
+                start = position = outside.start
+                continue
+            except CorruptRecord as error:
+                position = losses.damaged(log, error)
+                continue
             records.extend(record for record in batch.records if record.offset < end)
             if batch.next_position <= position:
                 break
@@ -180,9 +195,11 @@ def records_backwards(log: EventLog, topic: str, partition: int, window: int = 2
         end = begin
 
 
-def events_backwards(log: EventLog, topic: str, partition: int) -> Iterator[Event]:
-    """Known events from the end to the start; records that cannot be read are passed over."""
-    for record in records_backwards(log, topic, partition):
+def events_backwards(
+    log: EventLog, topic: str, partition: int, losses: Losses | None = None
+) -> Iterator[Event]:
+    """Known events from the end to the start; records that cannot be decoded are passed over."""
+    for record in records_backwards(log, topic, partition, losses):
         try:
             decoded = codec.decode(record)
         except CodecError:

@@ -1,10 +1,11 @@
 """`millstream`: the command line.
 
     argv ──► parser of the subcommand ──► execute(args) ──► exit code
-                                               └─ ConfigError 2 · other errors of ours 1 · Ctrl-C 130
+                                               └─ ConfigError 2 · Fenced 3 · other errors of ours 1 · Ctrl-C 130
 
 Data goes to stdout, everything else to stderr. Exit codes: 0 done, 1 the run failed or an audit found a violation,
-2 wrong usage or configuration, 130 interrupted. A reader that closes our stdout early (`| head`) is no error.
+2 wrong usage or configuration, 3 another trainer has taken over the run, 130 interrupted. A reader that closes our
+stdout early (`| head`) is no error.
 Nothing here imports torch: `--help` and the log tools are instant and work without it.
 """
 
@@ -51,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="millstream",
         description="An event-sourced streaming RL engine for post-training language models.",
         epilog="start here:\n  millstream demo\n\nexit codes: 0 done, 1 the run failed or an audit found a violation,\n"
-        "2 wrong usage or configuration, 130 interrupted",
+        "2 wrong usage or configuration, 3 another trainer has taken over the run, 130 interrupted",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"millstream {version()}")

@@ -122,6 +122,13 @@ def _sizes_and_times(config: Config) -> Iterator[Problem]:
             f"log.kafka.request_timeout_s + {_LINGER_S:g} = {least:g}: an append would be given up before it was "
             "tried once; raise the first or lower the second",
         )
+    if kafka.max_silence_s < kafka.session_timeout_s:
+        yield Problem(
+            ("log.kafka.max_silence_s", "log.kafka.session_timeout_s"),
+            f"log.kafka.max_silence_s = {kafka.max_silence_s:g} is below log.kafka.session_timeout_s = "
+            f"{kafka.session_timeout_s:g}: a stage that works would lose its partitions sooner than one that died; "
+            "raise the first or lower the second",
+        )
 
 
 def _retention(config: Config) -> Iterator[Problem]:

@@ -67,6 +67,7 @@ def _kafka(config: Config, role: str, member: str, *, ask: bool = True) -> dict[
         "request_timeout": timedelta(seconds=kafka.request_timeout_s),
         "delivery_timeout": timedelta(seconds=kafka.delivery_timeout_s),
         "session_timeout": timedelta(seconds=kafka.session_timeout_s),
+        "max_silence": timedelta(seconds=kafka.max_silence_s),
         "ingest": _ingest(kafka, role),
     }
 

@@ -53,7 +53,7 @@ def serve(
         except LogUnavailable as error:
             if not interrupted():
                 raise
-            logger.warning("%s: stopped while the log did not answer: %s", member, error)
+            logger.warning("%s: stopped before the log had answered: %s", member, error)
             return 0
 
 

@@ -164,6 +164,15 @@ class KafkaConfig(Section, frozen=True):
             le=1800,
         ),
     ] = 10.0
+    max_silence_s: Annotated[
+        float,
+        doc(
+            "Time without one question for its partitions after which a stage that is alive is taken for stuck, and "
+            "they go to the others of its role; longer than its longest unit of work.",
+            unit="s",
+            gt=0,
+        ),
+    ] = 300.0
 
 
 class LogConfig(Section, frozen=True):

@@ -8,7 +8,8 @@ from replay.checks import Check, Violation
 from replay.evidence import Evidence, Letter
 from streams.events import BatchCut, StepSkipped, WeightsPublished
 
-# Why a stage may refuse a record (consumers/runner.Reader, consumers/reward, engine/rollout/outcomes).
+# Why a stage may refuse a record (consumers/runner.Reader, consumers/losses, consumers/reward,
+# engine/rollout/outcomes).
 EXPLAINED = frozenset(
     {
         "undecodable",
@@ -16,6 +17,7 @@ EXPLAINED = frozenset(
         "over_cap",
         "claim_lost",
         "conflict",
+        "damaged",
         "bad_mask",
         "bad_sample",
         "bad_token_id",

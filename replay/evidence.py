@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from consumers.losses import DAMAGED
 from replay.ledger import LedgerEntry, RunView, read_ledger
 from replay.records import Entry, entries, entry_of
 from streams import columns
@@ -216,7 +217,7 @@ def _sample(entry: Entry | None) -> Sample:
 
 def _letter(log: EventLog, at: int, event: DeadLetter) -> Letter:
     is_faithful: bool | None = None
-    if event.offset >= 0:
+    if event.offset >= 0 and event.reason != DAMAGED:  # such a letter holds nothing that could be compared
         ((_, entry),) = entries_at(log, event.topic, event.partition, [event.offset])
         if entry is not None:  # else removed by retention
             is_faithful = entry.record is not None and entry.record.value == event.raw

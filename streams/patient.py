@@ -2,6 +2,7 @@
 
     call ──► log ──LogUnavailable──► say so at once, and after 10, 20, 40 … s ──► pause ──► the same call again
                                           └── stop() ──► LogUnavailable: the daemon ends
+    append ──► sent ──stop()──► still a moment for its acknowledgement ──► LogUnavailable; `close` looks again
 
 Start-up order follows from it: a daemon that is started before its broker begins when the broker is there. What is
 submitted is not tried again here, since those who submit keep what they sent (consumers/outbox.py and the rollout's
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 1.0  # between two attempts: at most a dozen in 10 s
 _GLANCE_S = 0.05  # how soon a pause, or a wait for an acknowledgement, sees that it is to end
+_GRACE_S = 0.7  # after stop(), in all, for what was sent: a daemon has 2 s, and closing takes most of them
 _SAY_AGAIN_S, _SAY_AT_LEAST_EVERY_S = 10.0, 60.0
 _CLOCKS_MS = 60_000  # by which the log's clock may be behind this process's
 
@@ -43,9 +45,9 @@ _T = TypeVar("_T")
 class PatientLog(EventLog):
     """Wraps a log; `stop` is what its daemon is asked to end by, `who` names the daemon in the log lines.
 
-    Lifecycle: as the log's own. When `stop()` is true no call waits any longer: it raises LogUnavailable, and `close`
-    then raises it too if something was given up or is not durable, with the number of records. Those of `expendable`
-    topics (gauges) are not worth an error.
+    Lifecycle: as the log's own. When `stop()` is true no call waits any longer, but appends a moment for their
+    acknowledgement: it raises LogUnavailable, and `close` then raises it too if something is not acknowledged by then,
+    with the number of records. Those of `expendable` topics (gauges) are not worth an error.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class PatientLog(EventLog):
         self._log, self._stop, self._who, self._expendable = log, stop, who, expendable
         self.moves_shares = log.moves_shares
         self._outage = _Outage(who)
-        self._given_up = 0  # records of appends that were not acknowledged when stop() came
+        self._grace_ends: float | None = None  # by time.monotonic, once stop() was seen
+        # Appends that were not acknowledged when stop() came: their attempts, and how many records they are.
+        self._given_up: list[tuple[list[Future[int]], int]] = []
 
     # -- topics
 
@@ -94,19 +98,23 @@ class PatientLog(EventLog):
         looked for first, among what was written since, and by its bytes, so a fact must not be written down twice
         alike by two callers (each of ours holds an id, a step or a time).
         """
+        attempts: list[Future[int]] = []
         try:
-            return self._append(TopicPartition(topic, partition), records)
+            return self._append(TopicPartition(topic, partition), records, attempts)
         except LogUnavailable:
-            self._given_up += len(records)
+            self._given_up.append((attempts, len(records)))
             raise
 
-    def _append(self, place: TopicPartition, records: Sequence[NewRecord]) -> int:
+    def _append(
+        self, place: TopicPartition, records: Sequence[NewRecord], attempts: list[Future[int]]
+    ) -> int:
         began_ms = time.time_ns() // 1_000_000
         waiting = _Waiting(self._outage, f"{place.topic}/{place.partition} to take an append")
         offset: int | None = None
         while offset is None:
             try:
-                offset = self._acknowledged(place, records, self._log.submit(*place, records), waiting)
+                attempts.append(self._log.submit(*place, records))
+                offset = self._acknowledged(place, records, attempts[-1], waiting)
             except LogUnavailable as error:
                 if self._stop():
                     raise
@@ -122,19 +130,26 @@ class PatientLog(EventLog):
     def _acknowledged(
         self, place: TopicPartition, records: Sequence[NewRecord], future: Future[int], waiting: _Waiting
     ) -> int:
-        """The log has a deadline of its own for what was submitted; only stop() cuts it short."""
+        """The log has a deadline of its own for what was submitted; only stop() cuts it short, after a grace."""
         while True:
             try:
                 return future.result(_GLANCE_S)
             except FutureTimeout:
                 if future.done():  # just now, or with this very error
                     return future.result()
-                if self._stop():
+                if self._stop() and self._grace_is_over():
                     raise LogUnavailable(
                         f"{place.topic}/{place.partition}: {len(records)} records are not acknowledged and this "
                         "process is to end; they may still be appended"
                     ) from None
                 waiting.still()
+
+    def _grace_is_over(self) -> bool:
+        """A healthy log needs a moment, too; one moment for all appends, or a daemon with many would not end."""
+        now = time.monotonic()
+        if self._grace_ends is None:
+            self._grace_ends = now + _GRACE_S
+        return now >= self._grace_ends
 
     def _landed(self, place: TopicPartition, records: Sequence[NewRecord], began_ms: int) -> int | None:
         """Offset of exactly these records, if they were appended since `began_ms`."""
@@ -235,7 +250,6 @@ class PatientLog(EventLog):
         )
 
     def close(self) -> None:
-        given_up, self._given_up = self._given_up, 0
         try:
             left = self._log.flush(timedelta(0))
         except LogClosed:
@@ -243,14 +257,20 @@ class PatientLog(EventLog):
         try:
             self._log.close()
         except LogUnavailable as error:
-            if given_up or not left or any(place.topic not in self._expendable for place in left):
+            if self._lost() or not left or any(place.topic not in self._expendable for place in left):
                 raise
             logger.warning("%s: %s", self._who, error)
-        if given_up:
+        finally:
+            lost, self._given_up = self._lost(), []
+        if lost:
             raise LogUnavailable(
-                f"{self._who}: stopped with {given_up} records undelivered: the log did not answer, and nothing of "
-                "them may be relied on"
+                f"{self._who}: stopped with {lost} records undelivered: they were not acknowledged by the time the log "
+                "was closed, and nothing of them may be relied on"
             )
+
+    def _lost(self) -> int:
+        """Records of those given up that have not been acknowledged since."""
+        return sum(count for attempts, count in self._given_up if not any(map(_has_landed, attempts)))
 
     def __exit__(self, kind: object, *_: object) -> None:
         """What ended the daemon is the cause; what could not be delivered because of it is only said."""
@@ -281,6 +301,10 @@ class PatientLog(EventLog):
         end = time.monotonic() + seconds
         while not self._stop() and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, _GLANCE_S))
+
+
+def _has_landed(attempt: Future[int]) -> bool:
+    return attempt.done() and not attempt.cancelled() and attempt.exception() is None
 
 
 class _Waiting:

@@ -13,6 +13,15 @@ ALL_TOPICS = DATA_TOPICS + SINGLE_TOPICS
 KEPT_TOPICS = ("ledger", "fleet")  # no retention ever applies: they are what the run is
 
 
+def beside(topic: str, word: str) -> str:
+    """The topic `word` of the same run as `topic` (a full name).
+
+    >>> beside("demo.tasks", "dead")
+    'demo.dead'
+    """
+    return f"{topic.rpartition('.')[0]}.{word}"
+
+
 class Topics(NamedTuple):
     """A run's topics: `<run>.<word>`. Data topics have `partitions` partitions, the others one."""
 

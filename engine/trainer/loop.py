@@ -128,17 +128,27 @@ class Trainer:
         self._publish(forked_at=start.forked_at)
 
     def _buffer(self, start: Start) -> Buffer:
-        """Waiting groups from where the last cut left off; those that retention has removed since are dropped."""
-        topic, positions, gaps = self.topics.name("groups"), list(start.positions), []
+        """Waiting groups from where the last cut left off; those that retention has removed are dropped."""
+        topic, positions = self.topics.name("groups"), list(start.positions)
         for partition, wanted in enumerate(start.positions):
             begin = self.log.start(topic, partition)
             positions[partition] = self.losses.position(topic, partition, wanted=wanted, start=begin)
-            gaps += [partition] if positions[partition] > wanted else []
         buffer = Buffer(self.topics.partitions, start.frontier, positions)
-        for partition in gaps:
-            for seq, group_id in lost_groups(self.log, self.topics, partition, buffer.frontier).items():
-                buffer.drop(group_id, seq, LOST, detail="retention removed its outcome before it was read")
+        if self.settings.on_lost == "continue":
+            # without a gap too: an earlier incarnation may have ended between passing one and writing its drops
+            for partition, position in enumerate(positions):
+                self._drop_lost(buffer, partition, position)
         return buffer
+
+    def _drop_lost(self, buffer: Buffer, partition: int, read_to: int) -> None:
+        waiting = {event.seq for _, _, event in buffer.waiting()}
+        lost = lost_groups(
+            *(self.log, self.topics, partition, buffer.frontier, self.losses),
+            read_to=read_to,
+            waiting=waiting,
+        )
+        for seq, group_id in lost.items():
+            buffer.drop(group_id, seq, LOST, detail="its outcome was gone before it was read")
 
     def close(self) -> None:
         """End the threads that write. A version on its way is finished; so is a checkpoint, if that is quick: one that
@@ -295,11 +305,14 @@ class Trainer:
     def _read_groups(self) -> None:
         topic = self.topics.name("groups")
         for partition, position in enumerate(list(self.buffer.read_to)):
+            lost = self.losses.count
             batch = self.losses.read(self.log, topic, partition, position)
             for record in batch.records:
                 event = self.reader.decode(record)
                 if isinstance(event, (GroupCompleted, GroupDropped)):
                     self.buffer.offer(partition, record.offset, event)
+            if self.losses.count > lost:
+                self._drop_lost(self.buffer, partition, position)
             self.buffer.advance(partition, batch.next_position)
 
     # -- cutting

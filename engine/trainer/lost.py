@@ -1,4 +1,4 @@
-"""Groups whose outcome retention removed from `groups` before the trainer had read it.
+"""Groups whose outcome is gone from `groups`, removed or damaged, before the trainer had read it.
 
 The collector is done with them, so no record of them will come again; they would count as open for ever, and so many
 fewer could be under way. With `log.on_lost = "continue"` the trainer drops them by name, with the reason `lost`.
@@ -6,27 +6,54 @@ fewer could be under way. With `log.on_lost = "continue"` the trainer drops them
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from consumers.ledger import Frontier
-from consumers.runner import events_backwards, records_backwards, task_event
+from consumers.losses import Losses
+from consumers.runner import records_backwards, task_event
+from streams import codec
+from streams.codec import Known
+from streams.errors import CodecError
 from streams.events import GroupCompleted, GroupDropped, GroupOf, TaskDispatched
-from streams.log import EventLog
+from streams.log import EventLog, Record
 from streams.ranges import from_ranges
 from streams.topics import Topics
 
 LOST = "lost"
 
 
-def lost_groups(log: EventLog, topics: Topics, partition: int, frontier: Frontier) -> dict[int, str]:
+def lost_groups(
+    log: EventLog,
+    topics: Topics,
+    partition: int,
+    frontier: Frontier,
+    losses: Losses,
+    *,
+    read_to: int,
+    waiting: Collection[int] = (),
+) -> dict[int, str]:
     """seq → group id of every group of the partition that the collector has closed, that the ledger has not, and of
-    which no outcome lies in `groups` any more. Groups whose dispatch is gone too cannot be known."""
-    outcomes = list(events_backwards(log, topics.name("groups"), partition))
-    newest = next((event for event in outcomes if isinstance(event, GroupOf)), None)
+    which no outcome lies in `groups` any more.
+
+    Of the outcomes below `read_to`, those that are in the log were read: they are in the ledger or `waiting` (seqs).
+    Groups whose dispatch is gone too cannot be known
+    here: the feeder dispatches them anew.
+    """
+    newest: GroupOf | None = None
+    kept: set[int] = set(waiting)  # holds what is open alone, however long the partition is
+    for record in records_backwards(log, topics.name("groups"), partition, losses):
+        event = _group_event(record)
+        if newest is None and isinstance(event, GroupOf):
+            newest = event
+        if isinstance(event, (GroupCompleted, GroupDropped)) and event.seq not in frontier:
+            kept.add(event.seq)
+        if newest is not None and record.offset <= read_to:
+            break
     if newest is None:
         return {}
-    kept = {event.seq for event in outcomes if isinstance(event, (GroupCompleted, GroupDropped))}
     closed_above = from_ranges(newest.closed_above)
     found: dict[int, str] = {}
-    for record in records_backwards(log, topics.name("tasks"), partition):
+    for record in records_backwards(log, topics.name("tasks"), partition, losses):
         event = task_event(record)
         if event is None:
             continue
@@ -37,3 +64,11 @@ def lost_groups(log: EventLog, topics: Topics, partition: int, frontier: Frontie
         if event.next_seq <= frontier.low:
             break
     return dict(sorted(found.items()))
+
+
+def _group_event(record: Record) -> object:
+    try:
+        decoded = codec.decode(record)
+    except CodecError:
+        return None
+    return decoded.event if isinstance(decoded, Known) else None

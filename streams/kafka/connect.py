@@ -149,23 +149,6 @@ def connect(
         raise
 
 
-def why_unreachable(servers: tuple[str, ...], timeout_s: float = 0.5) -> str:
-    """What a plain TCP connection to each of the brokers says, as one sentence for people."""
-    found: list[str] = []
-    asked = servers[:4]
-    for server in asked:
-        host, _, port = server.rpartition(":")
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout_s / len(asked)).close()
-            found.append(
-                f"{server} accepts connections but does not answer as Kafka does"
-                " (still starting? other security protocol? not Kafka?)"
-            )
-        except OSError as error:
-            found.append(f"{server}: {error.strerror or error}")
-    return "; ".join(found)
-
-
 def explained(error: BaseException, what: str, settings: KafkaSettings | None = None) -> LogError:
     """An error of the client as one of ours, with what to do about it: of topics and groups here, of all else in
     streams/kafka/errors.py."""
@@ -183,7 +166,7 @@ _MENDS: dict[type[BaseException], str] = {
     ClusterAuthorizationFailedError: "grant this user CREATE on the cluster, or let an administrator do it",
     InvalidReplicationFactorError: "set log.kafka.replication_factor to at most the number of brokers",
     InvalidTopicError: "to Kafka '.' and '_' are the same in topic names: use another run name or prefix",
-    InvalidSessionTimeoutError: "set log.kafka.session_timeout to what the broker allows"
+    InvalidSessionTimeoutError: "set log.kafka.session_timeout_s to what the broker allows"
     " (its group.min.session.timeout.ms and group.max.session.timeout.ms)",
     InconsistentGroupProtocolError: "the group is in use by other consumers than this program's: use another prefix",
     GroupMaxSizeReachedError: "raise the broker's group.max.size",

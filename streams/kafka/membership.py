@@ -285,7 +285,7 @@ class KafkaMembership(Membership):
             return False
         logger.warning(
             "%s: the stage has not asked for its partitions for %.0f s, so it is taken for stuck and they go to "
-            "others; raise max_silence if its work takes so long",
+            "others; raise log.kafka.max_silence_s if its work takes so long",
             self._what,
             silent_s,
         )

@@ -70,9 +70,7 @@ class KafkaSettings:
 
     # groups
     session_timeout: timedelta = timedelta(seconds=10)  # a member silent for so long has lost its partitions
-    max_silence: timedelta = timedelta(
-        seconds=300
-    )  # a stage that asks for so long not for its partitions is stuck
+    max_silence: timedelta = timedelta(seconds=300)  # a stage that has not asked for its partitions is stuck
 
     is_control: Callable[[str], bool] = lambda topic: topic.rpartition(".")[2] in ("ledger", "fleet")
     interrupted: Callable[[], bool] = lambda: (

@@ -13,9 +13,10 @@ from consumers.ledger import Ledger
 from consumers.losses import Losses, OnLost
 from consumers.reward import RewardStage
 from consumers.rewards.pool import ScoringPool
-from consumers.runner import recover
-from streams.errors import OffsetOutOfRange, RecordsLost
+from consumers.runner import records_backwards, recover
+from streams.errors import CorruptRecord, OffsetOutOfRange, RecordsLost
 from streams.events import (
+    DeadLetter,
     EpochStarted,
     GroupCompleted,
     GroupDropped,
@@ -26,8 +27,10 @@ from streams.events import (
     RunStarted,
     TaskDispatched,
 )
-from streams.log import NewRecord
-from tests.support.events import completed, events, finished, put, rewarded, run_log, task
+from streams.log import Batch, NewRecord
+from streams.memory import MemoryLog
+from streams.topics import Topics
+from tests.support.events import completed, decoded, events, finished, put, rewarded, run_log, task
 
 
 def single(seq: int) -> TaskDispatched:
@@ -169,7 +172,7 @@ class Rows:
         return Row(f"prompt {index}", str(index), {})
 
 
-def feeder(log, topics, on_lost: OnLost = "stop") -> Feeder:
+def feeder(log, topics, on_lost: OnLost = "stop", **changes) -> Feeder:
     return Feeder(
         log,
         topics,
@@ -180,6 +183,7 @@ def feeder(log, topics, on_lost: OnLost = "stop") -> Feeder:
         shuffle=False,
         data_epochs=1,
         on_lost=on_lost,
+        **changes,
     )
 
 
@@ -257,3 +261,155 @@ def test_terminal_events_that_the_feeder_missed_are_counted():
     log.append(topics.name("groups"), 0, [NewRecord(b"\xc1")])
     stage.round()
     assert stage.losses.count == 2
+
+
+def test_retention_that_overtakes_a_living_collector_in_tasks_leaves_no_group_without_an_outcome():
+    log, topics = run_log()
+    begun(log, topics)
+    now = [1_000_000]
+    source = feeder(log, topics, "continue", clock=lambda: now[0])
+    source.recover()
+    collector = Collector(log, topics, on_lost="continue", member_deadline=timedelta(seconds=1000))
+    collector.start()
+    collector.round()
+    source.round()
+    log.truncate_before(topics.name("tasks"), 0, 8)  # all of them, before anybody has read one
+    settle(collector)
+    assert collector.losses.count == 8 and not collector._lanes[0].open
+    assert not source.round(), "it does not look all the time"
+    now[0] += 10_000
+    assert source.round()
+    assert [event.seq for event in events(log, topics, "tasks")] == list(range(8)), "the same groups, once"
+    settle(collector)
+    assert [group.seq for group in collector._lanes[0].open.values()] == list(range(8))
+    now[0] += 10_000
+    assert not source.round(), "what is there is left alone"
+
+
+def test_a_group_that_the_collector_had_opened_before_its_dispatch_was_removed_stays_one_group():
+    log, topics = run_log()
+    begun(log, topics)
+    now = [1_000_000]
+    source = feeder(log, topics, "continue", clock=lambda: now[0])
+    source.recover()
+    source.round()
+    collector = Collector(log, topics, on_lost="continue", member_deadline=timedelta(seconds=1000))
+    collector.start()
+    settle(collector)
+    log.truncate_before(topics.name("tasks"), 0, 2)
+    now[0] += 10_000
+    assert source.round()
+    assert [event.seq for event in events(log, topics, "tasks")] == [2, 3, 4, 5, 6, 7, 0, 1]
+    settle(collector)
+    assert len(collector._lanes[0].open) == 8 and collector.counts["duplicates_total"] == 2
+    assert collector.losses.count == 0
+
+
+class HungryRetention(MemoryLog):
+    """Removes three records more at each of the first `meals` reads of `tasks`."""
+
+    meals = 0
+
+    def read(self, topic: str, partition: int, position: int, **limits) -> Batch:
+        if self.meals and topic.endswith("tasks"):
+            self.meals -= 1
+            self.truncate_before(topic, partition, position + 3)
+        return super().read(topic, partition, position, **limits)
+
+
+def test_retention_that_moves_again_while_a_loss_is_counted_is_a_loss_too():
+    log, topics = HungryRetention(), Topics("run", 1)
+    topics.create(log)
+    for seq in range(10):
+        put(log, topics, "tasks", single(seq))
+    log.meals, losses = 2, Losses("x", "continue")
+    batch = losses.read(log, topics.name("tasks"), 0, 0)
+    assert (batch.records[0].offset, losses.count) == (6, 6)
+
+
+def test_a_scan_backwards_ends_where_retention_catches_up_with_it():
+    log, topics = run_log()
+    for seq in range(600):
+        put(log, topics, "tasks", single(seq))
+    seen: list[int] = []
+    for record in records_backwards(log, topics.name("tasks"), 0):
+        seen.append(record.offset)
+        if len(seen) == 10:
+            log.truncate_before(topics.name("tasks"), 0, 300)
+    assert seen == list(range(599, 299, -1))
+
+
+class DamagedLog(MemoryLog):
+    """The records [begin, end) of one topic fail their checksum."""
+
+    topic, begin, end_of_damage = "", 0, 0
+
+    def read(self, topic: str, partition: int, position: int, *, max_records: int = 500, **limits) -> Batch:
+        if topic == self.topic and self.begin <= position < self.end_of_damage:
+            raise CorruptRecord(
+                topic, partition, position, self.end_of_damage, "its batch fails its checksum"
+            )
+        if topic == self.topic and position < self.begin:
+            max_records = min(max_records, self.begin - position)
+        return super().read(topic, partition, position, max_records=max_records, **limits)
+
+
+def damaged_rewards():
+    log, topics = DamagedLog(), Topics("run", 1)
+    topics.create(log)
+    for seq in range(10):
+        put(log, topics, "tasks", single(seq))
+        put(log, topics, "rewards", rewarded(seq, 0, seq, 1.0, n_samples=1))
+    log.topic, log.begin, log.end_of_damage = topics.name("rewards"), 4, 6
+    return log, topics
+
+
+def test_damaged_records_end_a_stage_with_their_place_and_the_setting():
+    log, topics = damaged_rewards()
+    stage = Collector(log, topics)
+    stage.start()
+    with pytest.raises(
+        RecordsLost, match=r"2 events of run\.rewards/0 are damaged \(offsets 4 to 5\)"
+    ) as caught:
+        settle(stage)
+    assert 'log.on_lost = "continue"' in str(caught.value)
+    assert (caught.value.begin, caught.value.end, caught.value.count) == (4, 6, 2)
+    assert events(log, topics, "dead") == []
+
+
+def test_a_stage_told_to_continue_names_damaged_records_in_dead_and_goes_on_behind_them():
+    log, topics = damaged_rewards()
+    stage = Collector(log, topics, on_lost="continue", member_deadline=timedelta(seconds=1000))
+    stage.start()
+    settle(stage)
+    done = [event.seq for event in events(log, topics, "groups") if isinstance(event, GroupCompleted)]
+    assert done == [0, 1, 2, 3, 6, 7, 8, 9] and stage.losses.count == 2
+    (letter,) = events(log, topics, "dead")
+    assert isinstance(letter, DeadLetter) and letter.raw == b""
+    assert (letter.topic, letter.partition, letter.offset) == ("run.rewards", 0, 4)
+    assert (letter.stage, letter.reason) == ("collector-0", "damaged") and "offsets 4 to 5" in letter.detail
+
+
+def test_a_scan_backwards_counts_each_damaged_record_once_though_its_windows_meet_inside_the_damage():
+    log, topics = damaged_rewards()
+    losses = Losses("x", "continue")
+    seen = [record.offset for record in records_backwards(log, topics.name("rewards"), 0, losses, window=5)]
+    seen += [record.offset for record in records_backwards(log, topics.name("rewards"), 0, losses, window=5)]
+    assert seen == [9, 8, 7, 6, 3, 2, 1, 0] * 2 and losses.count == 2
+    with pytest.raises(RecordsLost, match="are damaged"):
+        list(records_backwards(log, topics.name("rewards"), 0))
+
+
+def test_a_dispatch_that_is_damaged_is_made_again_by_the_living_feeder():
+    log, topics = DamagedLog(), Topics("run", 1)
+    topics.create(log)
+    begun(log, topics)
+    now = [1_000_000]
+    source = feeder(log, topics, "continue", clock=lambda: now[0])
+    source.recover()
+    source.round()
+    log.topic, log.begin, log.end_of_damage = topics.name("tasks"), 0, 1
+    now[0] += 10_000
+    assert source.round()
+    last = log.read(topics.name("tasks"), 0, 8).records
+    assert len(last) == 1 and decoded(last[0]).seq == 0

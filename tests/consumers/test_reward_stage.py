@@ -16,6 +16,7 @@ from consumers.rewards.types import RewardInput
 from streams.errors import LogFull
 from streams.events import (
     DeadLetter,
+    EpochStarted,
     Paused,
     Resumed,
     RewardAssigned,
@@ -241,9 +242,23 @@ def test_the_members_of_a_group_are_scored_together_when_the_reward_is_of_groups
 
 def test_the_stage_ends_with_the_run(pool):
     log, topics = run_log()
+    put(log, topics, "ledger", EpochStarted(producer="t", started_ms=0))
     finish = RunFinished(epoch=0, step=1, version=1, reason="steps_reached", finished_ms=0)
     put(log, topics, "ledger", finish)
     assert RewardStage(log, topics, pool).run(lambda: False) == 0
+
+
+def test_the_end_that_a_fenced_trainer_wrote_late_ends_nothing(pool):
+    log, topics = run_log()
+    for started_ms in range(2):
+        put(log, topics, "ledger", EpochStarted(producer="t", started_ms=started_ms))
+    put(log, topics, "ledger", RunFinished(epoch=0, step=1, version=1, reason="steps_reached", finished_ms=0))
+    stage = stage_on(log, topics, pool)
+    settle(stage)
+    assert stage.ledger.finished is None
+    put(log, topics, "trajectories", finished(0, 0, 0, response="7"))
+    settle(stage)
+    assert len(events(log, topics, "rewards")) == 1
 
 
 class GroupPool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.cli import COMMANDS, main
+from engine.cli import COMMANDS, DONE, FAILED, INTERRUPTED, WRONG_USAGE, main
 from engine.commands import common, rundir
-from engine.commands.serve import parse_replica
+from engine.commands.serve import FENCED, parse_replica
 from engine.config import build_config, dump_toml, fingerprint, load_config
 from streams import codec
 from streams.errors import ConfigError, Fenced
@@ -87,6 +88,8 @@ def test_help_lists_every_command_and_is_quick():
     assert time.monotonic() - began < 2
     for name in ("demo", "run", "serve", "topics", "tail", "verify", "config"):
         assert f"\n    {name} " in result.stdout
+    for code in (DONE, FAILED, WRONG_USAGE, FENCED, INTERRUPTED):
+        assert re.search(rf"exit codes:.*\b{code} \w", result.stdout, re.DOTALL), code
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.NAME)

@@ -233,6 +233,7 @@ def test_an_override_cannot_go_below_a_plain_value() -> None:
         (["log.kafka.bytes_in_flight=2000000"], "the largest record could never be sent"),
         (["log.kafka.delivery_timeout_s=5"], "an append would be given up before it was tried once"),
         (["log.kafka.session_timeout_s=5"], "must be a number >= 6"),
+        (["log.kafka.max_silence_s=8"], "would lose its partitions sooner than one that died"),
         (["rollout.rollout_top_p=0.9"], "log-probs would belong to another policy"),
         (["rollout.rollout_top_k=50"], "log-probs would belong to another policy"),
         (["rollout.rollout_temperature=0"], "greedy samples of a group are all alike"),

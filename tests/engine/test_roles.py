@@ -309,6 +309,7 @@ def test_every_setting_of_kafka_reaches_the_log(tmp_path: Path, monkeypatch: pyt
                 "request_timeout_s": 4.0,
                 "delivery_timeout_s": 9.0,
                 "session_timeout_s": 7.0,
+                "max_silence_s": 70.0,
             },
         },
     )
@@ -321,6 +322,7 @@ def test_every_setting_of_kafka_reaches_the_log(tmp_path: Path, monkeypatch: pyt
     assert settings.request_timeout == timedelta(seconds=4)
     assert settings.delivery_timeout == timedelta(seconds=9)
     assert settings.session_timeout == timedelta(seconds=7)
+    assert settings.max_silence == timedelta(seconds=70)
     security = settings.security
     assert (security.protocol, security.mechanism, security.username) == ("SASL_SSL", "SCRAM-SHA-256", "me")
     assert security.password is not None and security.password() == "hunter2"

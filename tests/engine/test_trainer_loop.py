@@ -513,7 +513,7 @@ def test_a_late_copy_of_its_own_epoch_is_no_takeover(bench):
     again.close()
 
 
-def lose_groups(bench) -> None:
+def lose_groups(bench, before: int = 3) -> None:
     """Six groups are complete, the first three records of them are removed before a second trainer has read any."""
     for seq in range(6):
         put(bench.log, bench.topics, "tasks", task(seq, n_samples=2))
@@ -529,7 +529,7 @@ def lose_groups(bench) -> None:
             completed(seq, offsets=offsets, frontier=seq + 1, progress={}),
         )
     put(bench.log, bench.topics, "tasks", task(6, n_samples=2))  # still open
-    bench.log.truncate_before(bench.topics.name("groups"), 0, 3)
+    bench.log.truncate_before(bench.topics.name("groups"), 0, before)
 
 
 def test_a_trainer_whose_groups_were_removed_unread_stops_and_says_so(bench):
@@ -552,6 +552,46 @@ def test_a_trainer_told_to_continue_drops_the_removed_groups_by_name_and_trains_
         assert trained == [3, 4]
         assert bench.trainer.losses.count == 3
         assert bench.trainer.ledger.frontier == 5 and not bench.trainer.ledger.is_closed(6)
+    finally:
+        bench.trainer.close()
+        bench.world.close()
+
+
+def test_a_living_trainer_that_retention_overtakes_drops_the_removed_groups_and_trains_what_waits(tmp_path):
+    bench = Bench(tmp_path, on_lost="continue")
+    try:
+        put(bench.log, bench.topics, "tasks", task(7, n_samples=2))
+        bench.group(7)  # waits in the trainer's memory when its record goes
+        bench.settle()
+        lose_groups(bench, before=4)
+        bench.settle()
+        dropped = [(drop.seq, drop.reason) for cut in bench.ledger(BatchCut) for drop in cut.drops]
+        assert dropped == [(0, "lost"), (1, "lost"), (2, "lost")]
+        trained = [group.seq for cut in bench.ledger(BatchCut) for group in cut.groups]
+        assert trained == [3, 4, 5, 7] and bench.trainer.losses.count == 3
+        assert bench.trainer.ledger.frontier == 6, "group 6 alone is open"
+    finally:
+        bench.trainer.close()
+        bench.world.close()
+
+
+def test_a_trainer_that_ended_between_a_gap_and_its_drops_leaves_them_to_the_next_one(tmp_path):
+    bench = Bench(tmp_path, on_lost="continue")
+    try:
+        lose_groups(bench)
+        cut_past_the_gap = BatchCut(
+            epoch=EPOCH, version=0, step=1, groups=[], positions=[5], frontier=0, closed_above=[(3, 5)],
+            limit=2, on_stale="drop", seed=0, ledger_read_to=3, cut_ms=1,
+        )  # fmt: skip
+        put(bench.log, bench.topics, "ledger", cut_past_the_gap)
+        put(bench.log, bench.topics, "ledger", StepSkipped(epoch=EPOCH, step=1, version=0, reason="test"))
+        bench.trainer.close()
+        bench.trainer = bench.world.trainer()
+        bench.flush()
+        bench.settle()
+        (drops,) = bench.ledger(GroupsDropped)
+        assert [(drop.seq, drop.reason) for drop in drops.drops] == [(0, "lost"), (1, "lost"), (2, "lost")]
+        assert drops.frontier == 5
     finally:
         bench.trainer.close()
         bench.world.close()

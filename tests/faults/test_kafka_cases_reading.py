@@ -135,9 +135,8 @@ def test_a_replay_beside_a_live_collector_moves_no_commit_wakes_no_rebalance_and
 # -- O13: a group stays where it was put
 
 
-@pytest.mark.parametrize("role", ["feeder", "rollout"])
 def test_a_producer_with_other_partitions_than_the_run_began_with_is_refused_at_the_start(
-    kafka: str, prefix: str, tmp_path: Path, role: str
+    kafka: str, prefix: str, tmp_path: Path
 ) -> None:
     """Case O13: 8 partitions, 6 in the manifest; from the run's own directory, and from another one."""
     config = run_on(tmp_path, kafka, prefix, log={"partitions": 6})
@@ -154,13 +153,14 @@ def test_a_producer_with_other_partitions_than_the_run_began_with_is_refused_at_
         )
         put(log, topics, "ledger", started)
         before = ends(log, topics, ALL_TOPICS)
-        done = millstream("serve", role, config.run.dir, "--set", "log.partitions=8")
-        assert done.returncode == 2
-        assert "log.partitions: the run has 6, asked for 8" in done.stderr
-        elsewhere = ("--set", f"run.dir={tmp_path}/elsewhere", "--set", "log.partitions=8")
-        done = millstream("serve", role, str(Path(config.run.dir) / CONFIG_FILE), *elsewhere)
-        assert done.returncode == 2
-        assert "log.partitions: the run has 6, asked for 8" in done.stderr
+        elsewhere = ("--set", f"run.dir={tmp_path}/elsewhere")
+        for arguments in (
+            ("serve", "feeder", config.run.dir),
+            ("serve", "rollout", str(Path(config.run.dir) / CONFIG_FILE), *elsewhere),
+        ):
+            done = millstream(*arguments, "--set", "log.partitions=8")
+            assert done.returncode == 2
+            assert "log.partitions: the run has 6, asked for 8" in done.stderr
         assert ends(log, topics, ALL_TOPICS) == before
         assert log.topics()[topics.name("tasks")] == 6
 

@@ -523,6 +523,13 @@ def test_a_dead_letter_that_does_not_hold_the_record_it_names_is_found():
     assert texts(verify(log, topics)) == ["dead:0: does not hold what lies at run.tasks/0:1"]
 
 
+def test_a_dead_letter_of_damaged_records_holds_nothing_and_is_explained():
+    log, topics = recorded()
+    letter = DeadLetter(topic="run.tasks", partition=0, offset=1, raw=b"", stage="reward", reason="damaged")
+    append(log, topics, "dead", letter)
+    assert violations(verify(log, topics)) == {}
+
+
 # ---------------------------------------------------------------- output
 def test_the_table_names_the_ids_and_json_holds_them_all():
     report = audit(in_step(2, lambda cut: replace(cut, limit=5)))

@@ -291,6 +291,74 @@ def test_what_was_given_up_at_a_stop_is_counted_when_the_log_is_closed():
     timer.join()
 
 
+class Slow(Failing):
+    """A healthy log that acknowledges after `delay_s`, when the record is in it."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__()
+        self.delay_s = delay_s
+
+    def submit(self, topic, partition, records):
+        future: Future[int] = Future()
+
+        def land() -> None:
+            future.set_result(MemoryLog.submit(self, topic, partition, records).result())
+
+        threading.Timer(self.delay_s, land).start()
+        return future
+
+
+def test_a_healthy_log_has_time_to_acknowledge_after_a_stop():
+    log = Slow(0.12)
+    waiting = PatientLog(log, stop=lambda: True)
+    assert [waiting.append(*T, [NewRecord(value)]) for value in (b"a", b"b")] == [0, 1]
+    assert values(log) == [b"a", b"b"]
+    waiting.close()
+
+
+def test_all_appends_after_a_stop_have_one_grace_between_them():
+    class Silent(Failing):
+        def submit(self, topic, partition, records):
+            return Future()
+
+    waiting = PatientLog(Silent(), stop=lambda: True)
+    began = time.monotonic()
+    for _ in range(4):
+        with pytest.raises(LogUnavailable, match="not acknowledged"):
+            waiting.append(*T, [NewRecord(b"a")])
+    assert 0.7 <= time.monotonic() - began < 1.3
+    with pytest.raises(LogUnavailable, match="4 records undelivered"):
+        waiting.close()
+
+
+def test_what_is_acknowledged_while_the_log_is_closed_is_not_counted_as_undelivered():
+    class Closing(Failing):
+        """Acknowledges the first append, and no other, in close()."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.sent: list[Future[int]] = []
+
+        def submit(self, topic, partition, records):
+            self.sent.append(Future())
+            return self.sent[-1]
+
+        def close(self) -> None:
+            self.sent[0].set_result(0)
+            super().close()
+
+    def stopped_with(appends: int) -> PatientLog:
+        waiting = PatientLog(Closing(), stop=lambda: True, who="trainer")
+        for _ in range(appends):
+            with pytest.raises(LogUnavailable):
+                waiting.append(*T, [NewRecord(b"a")])
+        return waiting
+
+    stopped_with(1).close()
+    with pytest.raises(LogUnavailable, match="stopped with 1 records undelivered"):
+        stopped_with(2).close()
+
+
 def test_what_ended_a_daemon_is_not_hidden_by_what_could_not_be_delivered(
     caplog: pytest.LogCaptureFixture,
 ):

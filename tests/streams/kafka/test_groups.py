@@ -465,12 +465,13 @@ def test_a_member_whose_place_was_taken_while_it_slept_stays_out_until_the_newco
 
 
 def test_a_stuck_stage_loses_its_share_and_gets_it_back_when_it_asks_again(
-    process: Callable[..., Process],
+    process: Callable[..., Process], caplog: pytest.LogCaptureFixture
 ) -> None:
     other = process().join(1, 2, elastic=True)
     stuck = process(max_silence=timedelta(seconds=1)).join(0, 2, elastic=True)
     assert stuck.partitions() == {0, 2, 4}
     eventually(lambda: other.partitions() == set(range(6)), "a stage that does not ask is taken for stuck")
+    assert "raise log.kafka.max_silence_s if its work takes so long" in caplog.text
     assert stuck.partitions() == frozenset()
     eventually(lambda: stuck.partitions() == {0, 2, 4}, "it asks again")
     assert other.partitions() == {1, 3, 5}
