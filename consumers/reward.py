@@ -367,7 +367,9 @@ class RewardStage:
         values["lost"] = float(self.losses.count)
         metrics = Metrics(source=self.name, values=values, at_ms=now)
         self.log.submit(self.topics.name("metrics"), 0, [codec.encode(metrics, producer=self.name)])
-        self.log.commit_hint(self.topics.group("reward"), self._watched())
+        topic = self.topics.name("trajectories")
+        done = {TopicPartition(topic, p): lane.inputs.low_water for p, lane in self._lanes.items()}
+        self.log.commit_hint(self.topics.group("reward"), done)  # so that lag is what has no verdict yet
 
 
 def _body_digest(event: TrajectoryFinished | RolloutFailed) -> bytes:

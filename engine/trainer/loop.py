@@ -536,7 +536,7 @@ class Trainer:
         """seq → group id of every dispatched group without an outcome."""
         frontier, found = self.buffer.frontier, {}
         for partition in range(self.topics.partitions):
-            for record in records_backwards(self.log, self.topics.name("tasks"), partition):
+            for record in records_backwards(self.log, self.topics.name("tasks"), partition, self.losses):
                 event = task_event(record)
                 if event is None:
                     continue

@@ -93,7 +93,10 @@ class Asker:
         if client is not None:
             client.close()
         elif self._network is not None:  # still connecting
-            self._network.close()
+            try:
+                self._network.close()
+            except RuntimeError:  # the thread that connects has closed it in the same moment
+                pass
 
     def _is_closed(self) -> LogClosed:
         return LogClosed(f"the log {self._settings.servers[0]} was closed")

@@ -75,7 +75,7 @@ def wait_for_step(config_file: Path, step: int) -> None:
     config = load_config(config_file)
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        if Path(config.run.dir, "log").is_dir():
+        if common.has_log(config):
             with common.open_for_reading(config) as log:
                 if read_run(log, common.topics_of(config)).step >= step:
                     return
