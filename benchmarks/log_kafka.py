@@ -99,8 +99,8 @@ class Side(abc.ABC):
     def end(self, place: TopicPartition) -> int: ...
 
     @abc.abstractmethod
-    def follow(self, place: TopicPartition, position: int) -> Iterator[list[bytes]]:
-        """Values as they come; an empty list when nothing came for half a second. Never ends by itself."""
+    def follow(self, positions: dict[TopicPartition, int]) -> Iterator[list[bytes]]:
+        """Values of one topic as they come; an empty list when none came for half a second. Never ends by itself."""
 
     @abc.abstractmethod
     def fetch(self, place: TopicPartition, offset: int) -> bytes: ...
@@ -130,13 +130,17 @@ class Ours(Side):
     def end(self, place: TopicPartition) -> int:
         return self.log.end(*place)
 
-    def follow(self, place: TopicPartition, position: int) -> Iterator[list[bytes]]:
+    def follow(self, positions: dict[TopicPartition, int]) -> Iterator[list[bytes]]:
+        positions = dict(positions)
         while True:
-            batch = self.log.read(*place, position)
-            position = batch.next_position
-            if batch.records:
-                yield [record.value for record in batch.records]
-            elif not self.log.wait({place: position}, timedelta(seconds=0.5)):
+            some = False
+            for place, position in positions.items():
+                batch = self.log.read(*place, position)
+                positions[place] = batch.next_position
+                if batch.records:
+                    some = True
+                    yield [record.value for record in batch.records]
+            if not some and not self.log.wait(positions, timedelta(seconds=0.5)):
                 yield []
 
     def fetch(self, place: TopicPartition, offset: int) -> bytes:
@@ -210,10 +214,11 @@ class RawPython(Side):
         theirs = self.place(place)
         return self.consumer(place.topic).end_offsets([theirs])[theirs]
 
-    def follow(self, place: TopicPartition, position: int) -> Iterator[list[bytes]]:
-        consumer = self.consumer(place.topic)
-        consumer.assign([self.place(place)])
-        consumer.seek(self.place(place), position)
+    def follow(self, positions: dict[TopicPartition, int]) -> Iterator[list[bytes]]:
+        consumer = self.consumer(next(iter(positions)).topic)
+        consumer.assign([self.place(place) for place in positions])
+        for place, position in positions.items():
+            consumer.seek(self.place(place), position)
         while True:
             found = consumer.poll(500)
             yield [record.value for records in found.values() for record in records]
@@ -329,9 +334,9 @@ class RawConfluent(Side):
     def end(self, place: TopicPartition) -> int:
         return self.consumer(place.topic).get_watermark_offsets(self.place(place), timeout=STEP_S)[1]
 
-    def follow(self, place: TopicPartition, position: int) -> Iterator[list[bytes]]:
-        consumer = self.consumer(place.topic)
-        consumer.assign([self.place(place, position)])
+    def follow(self, positions: dict[TopicPartition, int]) -> Iterator[list[bytes]]:
+        consumer = self.consumer(next(iter(positions)).topic)
+        consumer.assign([self.place(place, position) for place, position in positions.items()])
         while True:
             values: list[bytes] = []
             # One message after another hands them out as they come; consume(500) would wait to have 500 of them.
@@ -409,14 +414,14 @@ class Work:
         values = self.values_of(size)
         return self.timed(lambda: self.side.produce(TopicPartition(topic, partition), values, count))
 
-    def consume(self, topic: str, partition: int, count: int, size: int) -> Row:
-        """A partition of `count` records; `first`: seconds until the first of them came."""
+    def consume(self, topic: str, partitions: list[int], count: int, size: int) -> Row:
+        """Partitions of `count` records together; `first`: seconds until the first of them came."""
         first = 0.0
 
         def read() -> None:
             nonlocal first
             records = length = 0
-            for values in self.side.follow(TopicPartition(topic, partition), 0):
+            for values in self.side.follow({TopicPartition(topic, partition): 0 for partition in partitions}):
                 if values and not records:
                     first = time.perf_counter() - started
                 records += len(values)
@@ -471,7 +476,7 @@ class Work:
         position = self.side.end(place)
         reader = BulkReader(self.side, TopicPartition(bulk, 0), stop) if bulk else None
         took: list[float] = []
-        for values in self.side.follow(place, position):
+        for values in self.side.follow({place: position}):
             now = time.monotonic_ns()
             took += [(now - int.from_bytes(value[:8], "big")) / 1e9 for value in values]
             if len(took) >= count:
@@ -517,7 +522,7 @@ class Work:
             started = time.monotonic()
             for partition in partitions:
                 records = 0
-                for values in self.side.follow(TopicPartition(topic, partition), 0):
+                for values in self.side.follow({TopicPartition(topic, partition): 0}):
                     records += len(values)
                     read += sum(map(len, values))
                     if stop.wait(max(0.0, read / (mb_s * MB) - (time.monotonic() - started))):
@@ -557,7 +562,7 @@ class BulkReader:
 
     def run(self) -> None:
         try:
-            for values in self.side.follow(self.place, self.position):
+            for values in self.side.follow({self.place: self.position}):
                 self.size += sum(map(len, values))
                 if self.stop.is_set():
                     return
@@ -723,27 +728,30 @@ class Bench:
             took = self.turns("produce", ways, once, self.rounds)
         self.compare("produce", size, self.written, took)
 
-    def consume(self, size: int, full: str) -> None:
+    def consume(self, size: int, full: str, together: int = 1) -> None:
+        """`full` has been filled; `together` partitions are read at once."""
         ways = [Way("embedded")]
         for client in self.clients:
             ways += [Way("ours", client), Way("ours", client, "process"), Way("raw", client)]
-        count = self.filled // size
         with self.workers(ways) as side:
 
             def once(way: Way, turn: int) -> Row:
                 if turn == 0:
-                    side[way].ask("warm", topics={full: self.rounds + 1})
-                return side[way].ask("consume", topic=full, partition=turn, count=count, size=size)
+                    side[way].ask("warm", topics={full: (self.rounds + 1) * together})
+                partitions = list(range(turn * together, (turn + 1) * together))
+                count = self.filled // together // size * together
+                return side[way].ask("consume", topic=full, partitions=partitions, count=count, size=size)
 
             took = self.turns("consume", ways, once, self.rounds)
-        self.compare("consume", size, self.filled, took)
+        self.compare("consume", size, self.filled, took, f" x {together}" if together > 1 else "")
 
-    def fill(self, full: str, size: int) -> None:
-        """One round's bytes into each partition, of the broker's topic and of the embedded one."""
+    def fill(self, full: str, size: int, together: int = 1) -> None:
+        """One round's bytes into every `together` partitions, of the broker's topic and of the embedded one."""
+        count = self.filled // together // size
         for way in (Way("embedded"), Way("raw", self.clients[-1])):
             with self.workers([way]) as side:
-                for turn in range(self.rounds + 1):
-                    side[way].ask("produce", topic=full, partition=turn, size=size, count=self.filled // size)
+                for partition in range((self.rounds + 1) * together):
+                    side[way].ask("produce", topic=full, partition=partition, size=size, count=count)
 
     def turns(
         self,
@@ -774,12 +782,12 @@ class Bench:
     def failed(self, bench: str, error: Exception) -> None:
         self.add({"bench": bench, "case": "failed", "why": f"{type(error).__name__}: {error}"})
 
-    def compare(self, bench: str, size: int, total: int, took: dict[Way, list[Row]]) -> None:
+    def compare(self, bench: str, size: int, total: int, took: dict[Way, list[Row]], more: str = "") -> None:
         done = total // size * size / MB
         for way, ours in took.items():
             if way.kind == "raw":
                 continue
-            row: Row = {"bench": bench, "case": f"{size // KB} KB, {way.words or 'embedded'}"}
+            row: Row = {"bench": bench, "case": f"{size // KB} KB{more}, {way.words or 'embedded'}"}
             row["log_mb_s"] = round(median(done / each["took"] for each in ours), 1)
             row["log_cpu_ms_mb"] = round(median(each["cpu"] / done * 1e3 for each in ours), 2)
             raw = took.get(Way("raw", way.client))
@@ -794,7 +802,7 @@ class Bench:
                 row["first_ms"] = round(median(each["first"] for each in ours) * 1e3, 1)
             if raw and "first" in raw[0]:
                 row["raw_first_ms"] = round(median(each["first"] for each in raw) * 1e3, 1)
-            if way.ingest == "thread" and way.client:
+            if way.ingest == "thread" and way.client and not more:
                 self.gains[bench, way.client] = row["log_mb_s"], row["log_cpu_ms_mb"]
             self.add(row)
 
@@ -1000,6 +1008,9 @@ class Bench:
                 if size == 32 * KB:
                     self.attempt("fetch", lambda size=size, full=full: self.fetch(full, size))
                     self.attempt("lock", lambda size=size, full=full: self.lock(full, size))
+        with self.topics(filled=(self.rounds + 1) * 8) as (full,):
+            self.fill(full, 32 * KB, together=8)
+            self.attempt("consume", lambda: self.consume(32 * KB, full, together=8))
         beside = [*ours, *(Way("ours", client, "process") for client in self.clients), *raw]
         self.attempt("latency", lambda: self.latency("ledger", 300, [*ours, *raw], 0))
         self.attempt("latency", lambda: self.latency("trajectories", 32 * KB, [*ours, *raw], 0))

@@ -321,7 +321,7 @@ def until_it_works(process: subprocess.Popen[str], config_file: Path) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
-        if Path(config.run.dir, "log").is_dir():
+        if common.has_log(config):
             with common.open_for_reading(config) as log:
                 if any(log.end("first.tasks", p) for p in range(2) if "first.tasks" in log.topics()):
                     assert Path(config.run.dir, "config.toml").is_file(), "it leaves its configuration"
