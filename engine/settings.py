@@ -350,7 +350,10 @@ class RolloutConfig(Section, frozen=True):
     ] = "retract"
     decode: Annotated[
         Literal["batched", "continuous"],
-        doc("Decode loop of the `torch` engine: plain batches (tiny models) or continuous batching."),
+        doc(
+            "Decode loop of the `torch` engine: plain batches (tiny models) or continuous batching, which is "
+            "experimental: on an overloaded machine its log-probs were found wrong."
+        ),
     ] = "batched"
     task_deadline_s: Annotated[
         float, doc("Time for one sample, after which it has failed.", unit="s", gt=0)
