@@ -290,7 +290,9 @@ def test_data_that_changed_its_cluster_or_is_newer_is_refused(own_kafka: Node) -
 def test_an_interrupted_start_leaves_no_process_behind(make_kafka: MakeNode) -> None:
     node = make_kafka()
     program = (
-        "import sys; from pathlib import Path; from streams.broker.node import Node\n"
+        # a shell's background jobs, as those of .ci/run, are born deaf to SIGINT
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from pathlib import Path; from streams.broker.node import Node\n"
         "Node(Path(sys.argv[1]), port=0).start()"
     )
     for _ in range(5):  # on a busy machine the start may be over before the signal comes
