@@ -44,6 +44,7 @@ _SINGLE, _WHOLE = 0, 1  # kinds of appends: through librdkafka, through kafka-py
 _POLL_S = 0.1
 _ANSWER_S = 3.0
 _LEARN_S = 1.0
+_PUSH_S = 0.05
 _QUIET = logging.getLogger(f"{__name__}.librdkafka")  # its own words: shown from level INFO on
 
 
@@ -171,7 +172,9 @@ class ConfluentLink(Link):
         return self._whole.queue(*append.place, append.records, sent, deadline)
 
     def push(self) -> None:
-        self._producer.flush(0)
+        # librdkafka passes its linger over only while a flush is under way: one of no length is over before its
+        # threads have looked. Ends as soon as nothing is queued.
+        self._producer.flush(_PUSH_S)
 
     def is_spoiled_by(self, error: LogError) -> bool:
         return self._broken is not None
