@@ -133,6 +133,14 @@ class TrainerBackend(Protocol):
         """Take one step (all its minibatches) and return its metrics. Raises BadStep."""
         ...
 
+    @property
+    def trajectory_sums(self) -> NDArray[np.float64]:
+        """Of the last step: [S, 10] in the order of consumers.telemetry.SUMS and of batch.samples.
+
+        [0, 10] of a backend that has no log-probs to compare.
+        """
+        ...
+
     def weights(self) -> Mapping[str, Any]:
         """Named tensors for publication: numpy arrays or torch tensors, in a fixed order."""
         ...

@@ -23,7 +23,7 @@ TOPICS: dict[str, tuple[str, Any]] = {
     "groups": ("collector", events.GroupEvent),
     "ledger": ("trainer; feeder: `data_ended`; command line: limits and pauses", events.LedgerEvent),
     "fleet": ("rollout", events.FleetEvent),
-    "metrics": ("all", events.Metrics),
+    "metrics": ("all; trainer: `step_measured`", events.MetricsEvent),
     "dead": ("all", events.DeadLetter),
 }
 PARTS = (

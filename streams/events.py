@@ -10,6 +10,7 @@
                   LimitChanged  Paused  Resumed                               command line
     fleet         EngineJoined  EngineReady  EngineFailed  EngineLeft         rollout
     metrics       Metrics                                                     all
+                  StepMeasured                                                trainer
     dead          DeadLetter                                                  all
 
 Stored as MessagePack maps by field name, tag in "type". Rules of change: a new field has a default; a field or tag
@@ -27,7 +28,7 @@ import msgspec
 
 from streams.ranges import Ranges
 
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 0
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 1
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 VersionRuns = list[tuple[int, int, int]]  # (epoch, version, n_tokens) …
@@ -335,6 +336,7 @@ class DataEnded(Event, frozen=True, kw_only=True, tag="data_ended"):
 
 class LimitChanged(Event, frozen=True, kw_only=True, tag="limit_changed"):
     limit: NonNegative
+    from_step: NonNegative = 0  # not before this step; a newer record replaces one that still waits
     by: str = ""
     at_ms: int = 0
 
@@ -391,6 +393,24 @@ class Metrics(Event, frozen=True, kw_only=True, tag="metrics"):
     at_ms: int = 0
 
 
+class StepMeasured(Event, frozen=True, kw_only=True, tag="step_measured"):
+    """What the trainer saw of each sample when it trained it: how far the policy had moved from the one that sampled.
+
+    Rows are in the order of the step's BatchCut: groups, then their members. What each column is:
+    consumers/telemetry.py. A step whose trainer was killed before it wrote this has none; `millstream replay` measures
+    it again.
+    """
+
+    step: NonNegative
+    epoch: NonNegative
+    version: NonNegative  # that the step started from
+    names: list[str]  # of the columns
+    n_samples: NonNegative
+    sums: bytes  # float64 little-endian [n_samples, len(names)]
+    values: dict[str, float] = {}  # the backend's metrics; those without a clock replay
+    at_ms: int = 0
+
+
 class DeadLetter(Event, frozen=True, kw_only=True, tag="dead_letter"):
     """A refused record, whole: nothing is lost, and it can be looked at or replayed."""
 
@@ -425,9 +445,17 @@ LedgerEvent = (
     | Paused
     | Resumed
 )
+MetricsEvent = Metrics | StepMeasured
 FleetEvent = EngineJoined | EngineReady | EngineFailed | EngineLeft
 AnyEvent = (
-    TaskEvent | TrajectoryEvent | RewardEvent | GroupEvent | LedgerEvent | FleetEvent | Metrics | DeadLetter
+    TaskEvent
+    | TrajectoryEvent
+    | RewardEvent
+    | GroupEvent
+    | LedgerEvent
+    | FleetEvent
+    | MetricsEvent
+    | DeadLetter
 )
 
 EVENT_TYPES: dict[str, type[Event]] = {

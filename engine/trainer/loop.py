@@ -28,6 +28,7 @@ from consumers.ledger import Ledger
 from consumers.losses import Losses
 from consumers.outbox import append_patiently
 from consumers.runner import Clock, Patience, Reader, Stop, now_ms, records_backwards, task_event
+from consumers.telemetry import SUMS
 from engine.interfaces import BadStep, TrainerBackend
 from engine.trainer.checkpoint import prune_checkpoints, save_checkpoint
 from engine.trainer.lost import LOST, lost_groups
@@ -52,6 +53,7 @@ from streams.events import (
     RunEnding,
     RunFinished,
     RunStarted,
+    StepMeasured,
     StepSkipped,
     WeightsPublished,
 )
@@ -557,6 +559,17 @@ class Trainer:
         return append_patiently(self.log, ledger, 0, [record], who="trainer", stop=self._stop)
 
     def _report(self, cut: BatchCut, metrics: dict[str, float]) -> None:
+        sums = self.backend.trajectory_sums
+        measured = StepMeasured(
+            step=cut.step,
+            epoch=cut.epoch,
+            version=cut.version,
+            names=list(SUMS),
+            n_samples=len(sums),
+            sums=sums.astype("<f8").tobytes(),
+            values=metrics,
+            at_ms=self.clock(),
+        )
         members = [member for group in cut.groups for member in group.members]
         trained = [member for member in members if member.staleness >= 0]
         values = dict(metrics)
@@ -575,7 +588,8 @@ class Trainer:
         for reason, count in self._drops.items():
             values[f"dropped/{reason}"] = float(count)
         event = Metrics(source="trainer", step=cut.step, values=values, at_ms=self.clock())
-        self.log.submit(self.topics.name("metrics"), 0, [codec.encode(event, producer="trainer")])
+        records = [codec.encode(each, producer="trainer") for each in (measured, event)]
+        self.log.submit(self.topics.name("metrics"), 0, records)
         self.log.commit_hint(
             self.topics.group("trainer"),
             {

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from consumers.telemetry import SUMS
 from engine.interfaces import BadStep, CheckpointError, TrainBatch, TrainSample
 from streams.trajectory import Payload
 
@@ -42,6 +43,7 @@ class ScalarBackend:
         self._lr, self._beta1, self._beta2 = lr, beta1, beta2
         self._w, self._mean, self._square = float(initial), 0.0, 0.0
         self._steps = 0
+        self.trajectory_sums = np.zeros((0, len(SUMS)))
 
     def refuses(self, payload: Payload) -> str:
         return ""

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from consumers.telemetry import SUMS, summarize, trajectory_sums
 from engine.algorithms.logprobs import FlatBatch, MicroBatch, flatten, micro_batches, token_logprobs
 from engine.algorithms.losses import LOSSES, LossSettings, TokenInputs
-from engine.algorithms.telemetry import summarize, trajectory_sums
 from engine.interfaces import BadStep, CheckpointError, TrainBatch
 from engine.trainer.torch_settings import TorchSettings, learning_rate
 from engine.trainer.torch_state import (
@@ -80,8 +80,7 @@ class TorchBackend:
             tis_mode=settings.tis_mode,
         )
         self.optimizer_steps = 0
-        # of the last step: float64 [S, 9] in the order of engine.algorithms.telemetry.SUMS and of batch.samples
-        self.trajectory_sums: NDArray[np.float64] = np.zeros((0, 9))
+        self.trajectory_sums: NDArray[np.float64] = np.zeros((0, len(SUMS)))
 
     # ---------------------------------------------------------------- training
     def refuses(self, payload: Payload) -> str:
@@ -171,9 +170,7 @@ class TorchBackend:
             per_token = per_token - self.settings.entropy_coef * entropy
         loss = per_token.sum() / n_tokens
         loss.backward()
-        return _Seen(
-            micro.tokens, now, loss.detach(), is_clipped.sum(), entropy.detach().sum(), micro.ids.numel()
-        )
+        return _Seen(micro.tokens, now, loss.detach(), is_clipped, entropy.detach().sum(), micro.ids.numel())
 
     def _forget_gradient(self) -> None:
         for parameter in self._parameters.values():
@@ -203,16 +200,17 @@ class TorchBackend:
     def _metrics(self, flat: FlatBatch, results: Sequence[_Result]) -> dict[str, float]:
         seen = [each for result in results for each in result.seen]
         logprobs = np.empty(len(flat.targets), np.float32)
+        is_clipped = np.zeros(len(flat.targets), bool)
         for each in seen:
             logprobs[each.tokens] = each.logprobs.cpu().numpy()
+            is_clipped[each.tokens] = each.is_clipped.cpu().numpy()
         log_ratios = logprobs.astype(np.float64) - flat.behaviour
-        self.trajectory_sums = trajectory_sums(log_ratios, flat.sample, len(flat.fed))
+        self.trajectory_sums = trajectory_sums(log_ratios, flat.sample, len(flat.fed), is_clipped)
         n_tokens = sum(result.n_tokens for result in results)
         return {
             "loss": sum(result.loss * result.n_tokens for result in results) / n_tokens,
             "grad_norm": max(result.grad_norm for result in results),
             "lr": results[-1].lr,
-            "clip_fraction": sum(float(each.n_clipped) for each in seen) / n_tokens,
             "entropy": sum(float(each.entropy) for each in seen) / n_tokens,
             "n_tokens": float(n_tokens),
             "n_padded_tokens": float(sum(each.n_padded for each in seen)),
@@ -330,7 +328,7 @@ class _Seen(NamedTuple):
     tokens: NDArray[np.int64]  # [n] places in the FlatBatch
     logprobs: Tensor  # [n]
     loss: Tensor  # this micro-batch's share
-    n_clipped: Tensor
+    is_clipped: Tensor  # bool [n]
     entropy: Tensor  # sum
     n_padded: int
 

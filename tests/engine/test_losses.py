@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from consumers.telemetry import SUMS, summarize, trajectory_sums
 from engine.algorithms.logprobs import FORWARD_OVERHEAD_TOKENS, flatten, micro_batches, token_logprobs
 from engine.algorithms.losses import LOSSES, LossSettings, TokenInputs
-from engine.algorithms.telemetry import SUMS, summarize, trajectory_sums
 from engine.interfaces import TrainSample
 from streams.trajectory import Payload
 from tests.engine.trainer_support import batch_of, in_float64, reference_logprobs, tiny_gpt2, tiny_qwen3
@@ -276,19 +276,21 @@ def test_a_model_that_mixes_positions_after_its_output_layer_is_refused():
 
 
 # ---------------------------------------------------------------- telemetry
-def test_the_nine_sums_are_those_worked_out_by_hand():
+def test_the_sums_of_a_trajectory_are_those_worked_out_by_hand():
     log_ratios = np.log([2.0, 0.5, 1.0, 1.1])
-    sums = trajectory_sums(log_ratios, np.array([0, 0, 2, 2]), 3)
+    is_clipped = np.array([True, False, True, True])
+    sums = trajectory_sums(log_ratios, np.array([0, 0, 2, 2]), 3, is_clipped)
     two = math.log(2)
-    assert sums[0].tolist() == pytest.approx([2, 0, 2 * two, 2 * two**2, 2.5, 4.25, 1, 1, 2.0])
-    assert sums[1].tolist() == [0] * 9
+    assert sums[0].tolist() == pytest.approx([2, 0, 2 * two, 2 * two**2, 2.5, 4.25, 1, 1, 2.0, 1])
+    assert sums[1].tolist() == [0] * 10
     e = math.log(1.1)
-    assert sums[2].tolist() == pytest.approx([2, e, e, e * e, 2.1, 2.21, 0, 0, 1.1])
-    assert sums.shape[1] == len(SUMS) == 9
+    assert sums[2].tolist() == pytest.approx([2, e, e, e * e, 2.1, 2.21, 0, 0, 1.1, 2])
+    assert sums.shape[1] == len(SUMS) == 10
 
 
 def test_measures_of_a_step_are_those_worked_out_by_hand():
-    sums = trajectory_sums(np.log([2.0, 0.5, 1.0, 1.1]), np.array([0, 0, 2, 2]), 3)
+    is_clipped = np.array([True, False, False, False])
+    sums = trajectory_sums(np.log([2.0, 0.5, 1.0, 1.1]), np.array([0, 0, 2, 2]), 3, is_clipped)
     measures = summarize(sums)
     e, two = math.log(1.1), math.log(2)
     assert measures["mean_abs_log_ratio"] == pytest.approx((2 * two + e) / 4)
@@ -298,6 +300,7 @@ def test_measures_of_a_step_are_those_worked_out_by_hand():
     assert measures["ess_token"] == pytest.approx(4.6**2 / (4 * 6.46))
     assert measures["ess_sequence"] == pytest.approx((1 + 1.1) ** 2 / (2 * (1 + 1.21)))
     assert measures["ratio_outside"] == 0.5
+    assert measures["clip_fraction"] == 0.25
 
 
 def test_the_sums_of_a_subset_give_the_measures_of_that_subset():
@@ -319,8 +322,9 @@ def test_an_unmoved_policy_has_no_drift_and_a_full_effective_sample():
         "ess_token": 1.0,
         "ess_sequence": 1.0,
         "ratio_outside": 0.0,
+        "clip_fraction": 0.0,
     }
-    assert summarize(np.zeros((3, 9))) == {}
+    assert summarize(np.zeros((3, len(SUMS)))) == {}
 
 
 def test_absurd_log_ratios_overflow_nothing():

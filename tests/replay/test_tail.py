@@ -14,7 +14,7 @@ from replay.records import Entry
 from replay.tail import Start, Tail, parse_start
 from streams import codec
 from streams.errors import ConfigError
-from streams.events import DeadLetter, Metrics, tag_of
+from streams.events import SCHEMA_MAJOR, SCHEMA_MINOR, DeadLetter, Metrics, tag_of
 from streams.log import EventLog, NewRecord
 from streams.memory import MemoryLog, MemoryStore
 from streams.topics import Topics
@@ -289,7 +289,8 @@ def test_the_format_string_is_kcats():
     assert entry.record is not None
     size = len(entry.record.value)
     assert show("run.tasks", partition, entry) == (
-        f"run.tasks 0 0 0-0 {entry.timestamp_ms} {size} %\tschema=1.0,type=task_dispatched,by=test,id=0-0\n"
+        f"run.tasks 0 0 0-0 {entry.timestamp_ms} {size} %\t"
+        f"schema={SCHEMA_MAJOR}.{SCHEMA_MINOR},type=task_dispatched,by=test,id=0-0\n"
     )
     event = msgspec.json.decode(render.formatter("%s")("run.tasks", partition, entry))
     assert (event["group_id"], event["seq"]) == ("0-0", 0)
