@@ -22,7 +22,7 @@ TOPICS: dict[str, tuple[str, Any]] = {
     "rewards": ("reward and other enrichers", events.RewardEvent),
     "groups": ("collector", events.GroupEvent),
     "ledger": ("trainer; feeder: `data_ended`; command line: limits and pauses", events.LedgerEvent),
-    "fleet": ("rollout", events.FleetEvent),
+    "fleet": ("rollout; trainer: `transfer_group_*`", events.FleetEvent),
     "metrics": ("all; trainer: `step_measured`", events.MetricsEvent),
     "dead": ("all", events.DeadLetter),
 }

@@ -5,10 +5,11 @@
     rewards       RewardAssigned  ScoringFailed                               reward
     groups        GroupCompleted  GroupDropped  MembersMissing                collector
     ledger        RunStarted  EpochStarted  BatchCut  GroupsDropped  WeightsPublished  CheckpointSaved
-                  StepSkipped  RunEnding  RunFinished                         trainer
+                  StepSkipped  EngineQuarantined  RunEnding  RunFinished      trainer
                   DataEnded                                                   feeder
                   LimitChanged  Paused  Resumed                               command line
-    fleet         EngineJoined  EngineReady  EngineFailed  EngineLeft         rollout
+    fleet         EngineJoined  EngineUpdating  EngineReady  EngineFailed  EngineLeft  rollout
+                  TransferGroupFormed  TransferGroupEnded                     trainer
     metrics       Metrics                                                     all
                   StepMeasured                                                trainer
     dead          DeadLetter                                                  all
@@ -313,6 +314,22 @@ class StepSkipped(Event, frozen=True, kw_only=True, tag="step_skipped"):
     detail: str = ""
 
 
+class EngineQuarantined(Event, frozen=True, kw_only=True, tag="engine_quarantined"):
+    """The log-probs of this engine are not those of the weights that it says it holds: its samples go no further.
+
+    Groups with a sample of this engine that was finished after `since_ms` are dropped as "quarantined". It ends when
+    the engine joins again.
+    """
+
+    epoch: NonNegative
+    version: NonNegative  # trainer version when it was written
+    engine: str
+    reason: str  # "logprob_mismatch"
+    detail: str = ""
+    since_ms: int = 0
+    at_ms: int = 0
+
+
 class RunEnding(Event, frozen=True, kw_only=True, tag="run_ending"):
     """The trainer wants no more groups: the feeder stops and answers with DataEnded."""
 
@@ -358,6 +375,20 @@ class EngineJoined(Event, frozen=True, kw_only=True, tag="engine_joined"):
     replica: int
     host: str = ""
     pid: int = 0
+    n_ranks: NonNegative = 0  # that it brings to a transfer group; 0: it takes versions from disk alone
+    device: str = ""  # of those ranks: "cpu", "cuda", "musa"
+    at_ms: int = 0
+
+
+class EngineUpdating(Event, frozen=True, kw_only=True, tag="engine_updating"):
+    """It begins to take a version: "loading" while it holds none, else "updating" from what it holds."""
+
+    engine: str
+    epoch: NonNegative
+    version: NonNegative
+    from_epoch: int = -1  # -1: it holds nothing
+    from_version: int = -1
+    transport: str = "disk"  # "disk", "distributed", "ipc"
     at_ms: int = 0
 
 
@@ -370,6 +401,8 @@ class EngineReady(Event, frozen=True, kw_only=True, tag="engine_ready"):
     digest: str
     load_s: float = 0.0
     stall_s: float = 0.0
+    transport: str = ""  # by which it came; "": not said
+    checksum: str = ""  # the inference server's own, over the tensors as it holds them; "": it has none
     at_ms: int = 0
 
 
@@ -382,6 +415,33 @@ class EngineFailed(Event, frozen=True, kw_only=True, tag="engine_failed"):
 
 class EngineLeft(Event, frozen=True, kw_only=True, tag="engine_left"):
     engine: str
+    at_ms: int = 0
+
+
+class TransferGroupFormed(Event, frozen=True, kw_only=True, tag="transfer_group_formed"):
+    """The trainer listens at this address, as rank 0, for these engines to join a group for broadcasts of weights.
+
+    An engine that is not named, or does not join within `deadline_s`, takes versions from disk.
+    """
+
+    epoch: NonNegative
+    group: str  # unique over the life of a run
+    backend: str  # of torch.distributed: "gloo", "nccl", "mccl"
+    address: str
+    port: int
+    world_size: int
+    members: list[tuple[str, int, int]]  # (engine, its first rank, its ranks)
+    bucket_bytes: int
+    deadline_s: float
+    at_ms: int = 0
+
+
+class TransferGroupEnded(Event, frozen=True, kw_only=True, tag="transfer_group_ended"):
+    epoch: NonNegative
+    group: str
+    reason: str  # "membership", "failed", "finished"
+    detail: str = ""
+    lost: list[str] = []  # engines that did not join, or did not take part to the end
     at_ms: int = 0
 
 
@@ -438,6 +498,7 @@ LedgerEvent = (
     | WeightsPublished
     | CheckpointSaved
     | StepSkipped
+    | EngineQuarantined
     | RunEnding
     | RunFinished
     | DataEnded
@@ -446,7 +507,15 @@ LedgerEvent = (
     | Resumed
 )
 MetricsEvent = Metrics | StepMeasured
-FleetEvent = EngineJoined | EngineReady | EngineFailed | EngineLeft
+FleetEvent = (
+    EngineJoined
+    | EngineUpdating
+    | EngineReady
+    | EngineFailed
+    | EngineLeft
+    | TransferGroupFormed
+    | TransferGroupEnded
+)
 AnyEvent = (
     TaskEvent
     | TrajectoryEvent
