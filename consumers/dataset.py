@@ -110,3 +110,9 @@ class Order:
 
 def group_id(data_epoch: int, row: int) -> str:
     return f"{data_epoch}-{row}"
+
+
+def row_of(group_id: str) -> int | None:
+    """The dataset row of a group; None for an id that no feeder gave."""
+    _, _, row = group_id.partition("-")
+    return int(row) if row.isdecimal() else None

@@ -1,16 +1,19 @@
 """The feeder: dataset rows become tasks, and this is the only admission control.
 
-    dataset ──► open groups < (limit + 1) × G ? ──► least loaded partition of tasks
+    dataset ──► open groups < (limit + 1) × B ? ──► least loaded partition of tasks
                       ▲                                    ▲
         ledger: closed, published, limit, pause     groups: MembersMissing → dispatched again, same partition
                                                             terminal → its partition has one task less
 
     waits for: a group to be closed (ledger), a member to go missing (groups), a change of limit or pause.
+    The limit is the one that will be in force when the group's own batch is cut (consumers/admission.py).
 
 A group counts as open from its dispatch until it is dropped, or until the step that used it has published its
 version (or was skipped): so at limit 0 nothing is generated before the weights that it needs exist, and no sample
 exceeds the limit while groups finish in order. Counting is over distinct `seq`s folded from the log, so repeated
 records, skipped steps and restarts can neither starve nor flood it.
+
+A row that is dropped as too old again and again is named (consumers/starvation.py).
 
 With `log.on_lost = "continue"` an open group whose dispatch retention has removed, or damage has taken, is dispatched
 anew in its partition: nobody else could name it. Who had read the first copy passes the second one over.
@@ -25,7 +28,8 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
-from consumers.dataset import BadRow, Dataset, Order, group_id
+from consumers.admission import batches_allowed, least_version, newest_version
+from consumers.dataset import BadRow, Dataset, Order, Row, group_id
 from consumers.ledger import Ledger
 from consumers.losses import Losses, OnLost
 from consumers.outbox import append_patiently, settled
@@ -39,11 +43,14 @@ from consumers.runner import (
     records_backwards,
     task_event,
 )
+from consumers.starvation import Starvation
 from streams import codec
 from streams.codec import Known
 from streams.errors import ConfigError, CorruptRecord, LogFull, LogUnavailable, OffsetOutOfRange
 from streams.events import (
+    Closing,
     DataEnded,
+    Event,
     GroupCompleted,
     GroupDropped,
     MembersMissing,
@@ -51,13 +58,14 @@ from streams.events import (
     TaskDispatched,
     TaskSkipped,
 )
-from streams.log import EventLog, NewRecord, TopicPartition
+from streams.log import EventLog, NewRecord, Record, TopicPartition
 from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
 
 TERMINAL = (GroupCompleted, GroupDropped)
 _LOOK_MS = 10_000  # between two looks whether the oldest open dispatches are still there
+_PROMPT_SHOWN = 60  # characters of a prompt in a warning
 _APPEND = timedelta(seconds=60)  # of the log's own deadline for an append, a generous multiple
 
 
@@ -89,6 +97,7 @@ class Feeder:
         self.ledger = Ledger(log, topics, limit=limit)
         self.reader = Reader(log, topics, "feeder", clock)
         self.losses = Losses("feeder", on_lost)
+        self.starvation = Starvation()
         self.next_seq = 0
         self.holes: list[int] = []
         self.dispatched_total = 0
@@ -130,8 +139,9 @@ class Feeder:
 
     def round(self) -> bool:
         """One look at the log and everything that follows from it; True if anything was written."""
-        self.ledger.catch_up()
+        outcomes = self.ledger.catch_up()
         wrote = self._read_groups()
+        self._look_for_starved(outcomes)
         if self.ledger.finished is None:
             wrote = self._feed() or wrote
             wrote = self._dispatch_gone() or wrote
@@ -159,7 +169,8 @@ class Feeder:
 
     @property
     def capacity(self) -> int:
-        allowed = (self.ledger.limit + 1) * self.rollout_batch_size
+        """How many groups may be open."""
+        allowed = batches_allowed(self.ledger) * self.rollout_batch_size
         return allowed if self.max_open_groups is None else min(allowed, self.max_open_groups)
 
     def _feed(self) -> bool:
@@ -238,21 +249,10 @@ class Feeder:
             prompt=row.prompt,
             label=row.label,
             metadata=row.metadata,
-            min_version=self._min_version(ahead),
+            min_version=least_version(self.ledger, ahead // self.rollout_batch_size),
             dispatched_ms=self.clock(),
             **common,
         )
-
-    def _min_version(self, ahead: int) -> int:
-        """The least version whose tokens will still be in the limit when this group's batch is cut.
-
-        With `ahead` open groups before it, that batch is cut at the published version + ahead // G. Admission
-        keeps ahead < (limit + 1) × G, so the result is never above what is published, and nothing can hang on it.
-        (Published - limit alone would let an engine start on weights that are one version too old, in the moment
-        between a publication and its loading.)
-        """
-        published = self.ledger.published.version if self.ledger.published is not None else 0
-        return max(0, published + ahead // self.rollout_batch_size - self.ledger.limit)
 
     def _least_loaded(self) -> int:
         return min(range(self.topics.partitions), key=lambda partition: (self._load[partition], partition))
@@ -260,7 +260,7 @@ class Feeder:
     def _end(self) -> None:
         ended = DataEnded(count=self.next_seq, producer="feeder")
         self._append("ledger", 0, [codec.encode(ended, producer="feeder")])
-        self.ledger.catch_up()
+        self._look_for_starved(self.ledger.catch_up())
         logger.info("feeder: data ended after %d groups", self.next_seq)
 
     def _append(self, word: str, partition: int, records: list[NewRecord]) -> int:
@@ -316,11 +316,16 @@ class Feeder:
             for record in batch.records:
                 event = self.reader.decode(record)
                 if isinstance(event, TERMINAL):
-                    self._finished(event.seq)
+                    self._terminal(event)
                 elif isinstance(event, MembersMissing):
                     wrote = self._redispatch(event, partition) or wrote
             self._positions[partition] = batch.next_position
         return wrote
+
+    def _terminal(self, event: GroupCompleted | GroupDropped) -> None:
+        self._finished(event.seq)
+        if isinstance(event, GroupCompleted):
+            self.starvation.finished(event)
 
     def _finished(self, seq: int) -> None:
         partition = self._partition_of.pop(seq, None)
@@ -351,7 +356,7 @@ class Feeder:
             prompt=first.prompt,
             label=first.label,
             metadata=first.metadata,
-            min_version=self._min_version(self.ledger.limit * self.rollout_batch_size),  # the newest there is
+            min_version=newest_version(self.ledger),
             first_offset=missing.task_offset,
             next_seq=self.next_seq,
             dispatched_ms=self.clock(),
@@ -394,7 +399,7 @@ class Feeder:
     # -- recovery
     def recover(self) -> None:
         """Rebuild counter, holes, load and re-dispatches from the log."""
-        self.ledger.catch_up()
+        self._look_for_starved(self.ledger.catch_up())
         frontier = self.ledger.frontier
         seen: set[int] = set()
         first_open: list[int | None] = [None] * self.topics.partitions
@@ -459,11 +464,27 @@ class Feeder:
                 if progress is not None and progress.read_to <= offset:
                     break
                 if isinstance(event, TERMINAL):
-                    self._finished(event.seq)
+                    self._terminal(event)
                 elif isinstance(event, MembersMissing):
                     requests.append(event)
             for request in reversed(requests):
                 self._redispatch(request, partition)
+
+    # -- starvation
+    def _look_for_starved(self, outcomes: list[tuple[Record, Event]]) -> None:
+        """Follow the outcomes; groups that were completed before them have been read by now."""
+        closings = [event for _, event in outcomes if isinstance(event, Closing)]
+        for event in closings:
+            self.starvation.closed(event)
+        if closings:
+            self.starvation.forget(self.ledger.is_closed)
+            if warning := self.starvation.warning(self._prompt):
+                logger.warning("feeder: %s", warning)
+
+    def _prompt(self, row: int) -> str:
+        found = self.dataset.row(row) if row < len(self.dataset) else None
+        text = repr(found.prompt) if isinstance(found, Row) else "no prompt"
+        return text if len(text) <= _PROMPT_SHOWN else f"{text[:_PROMPT_SHOWN]}…"
 
     # -- metrics
     def _report(self) -> None:
@@ -479,7 +500,10 @@ class Feeder:
             "unknown_types": float(self.reader.unknown_types),
             "dead_letters": float(self.reader.dead_letters),
             "lost": float(self.losses.count),
+            "starved": float(len(self.starvation.starved)),
         }
+        for name, share in self.starvation.trained_shares().items():
+            values[f"trained_length/{name}"] = share
         metrics = Metrics(source="feeder", values=values, at_ms=now)
         self.log.submit(self.topics.name("metrics"), 0, [codec.encode(metrics, producer="feeder")])
         self.log.commit_hint(self.topics.group("feeder"), self._watched())

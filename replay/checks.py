@@ -187,14 +187,16 @@ def recorded_staleness_is_right(evidence: Evidence) -> Check:
 
 
 def limit_is_the_one_in_force(evidence: Evidence) -> Check:
-    """A change binds from the first cut that had read it; without one, the limit of an epoch stays what it was."""
-    found, base = [], {}
+    """A change binds from the first cut that had read it and whose step it is for; without one, the limit of an epoch
+    stays what it was as the epoch began."""
+    found = []
+    base = {number: epoch.limit for number, epoch in evidence.view.epochs if epoch.limit >= 0}
     for offset, cut in evidence.view.cuts:
         if cut.ledger_read_to > offset:
             found.append(
                 _violation(f"step {cut.step}", f"cut at ledger:{offset} had read to {cut.ledger_read_to}")
             )
-        changed = evidence.view.limit_changed_before(cut.ledger_read_to)
+        changed = evidence.view.limit_changed_before(cut.ledger_read_to, cut.step)
         limit = base.setdefault(cut.epoch, cut.limit) if changed is None else changed.limit
         if cut.limit != limit:
             found.append(

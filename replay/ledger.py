@@ -16,6 +16,7 @@ Example:
 
 from __future__ import annotations
 
+import bisect
 from typing import NamedTuple
 
 from replay.records import Entry, TopicReader
@@ -101,10 +102,25 @@ class RunView:
         """Every group of every cut, with its cut; groups of skipped steps too (they are closed all the same)."""
         return [(cut.event, group) for cut in self.cuts for group in cut.event.groups]
 
-    def limit_changed_before(self, ledger_position: int) -> LimitChanged | None:
-        """The change that binds a cut which had read the ledger up to this position."""
-        seen = [event for offset, event in self.limits if offset < ledger_position]
-        return seen[-1] if seen else None
+    def limit_changed_before(self, ledger_position: int, step: int) -> LimitChanged | None:
+        """The change that binds the cut of this step, which had read the ledger up to this position; None: none does.
+
+        It is the newest one that the cut had read and that had begun before its successor came: a change that still
+        waited for its step then was replaced.
+        """
+        begun = step
+        for offset, event in reversed(self.limits):
+            if offset >= ledger_position:
+                continue
+            if event.from_step <= begun:
+                return event
+            begun = self._step_before(offset) + 1
+        return None
+
+    def _step_before(self, offset: int) -> int:
+        """The newest step that was cut before this offset of the ledger."""
+        place = bisect.bisect_left(self.cuts, offset, key=lambda cut: cut.offset)
+        return self.cuts[place - 1].event.step if place else 0
 
     def add(self, entry: LedgerEntry) -> None:
         self.first_ms = self.first_ms or entry.timestamp_ms

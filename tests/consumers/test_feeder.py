@@ -159,6 +159,73 @@ def test_a_changed_limit_and_a_pause_bind(parts):
     assert len(seqs(log, topics)) == 16
 
 
+def close_step(log, topics, step: int) -> None:
+    """Groups of this step are used, and its version is published."""
+    put(log, topics, "ledger", cut(step, range(4 * step - 4, 4 * step), version=step - 1))
+    put(log, topics, "ledger", published(step))
+
+
+def test_a_higher_limit_that_waits_opens_the_gate_for_the_groups_of_its_own_steps(parts):
+    log, topics = parts
+    put(log, topics, "ledger", LimitChanged(limit=3, from_step=4))
+    stage = feeder(log, topics)
+    settle(stage)
+    assert seqs(log, topics) == list(range(8)), "steps 1 and 2 are under the old limit"
+    close_step(log, topics, 1)
+    settle(stage)
+    assert seqs(log, topics) == list(range(20)), "steps 2 to 5, from version 1 on"
+    newest = {event.seq: event.min_version for event in events(log, topics, "tasks")[8:]}
+    # should groups before them be dropped, some of these are cut in step 3, where the limit is still 1
+    assert newest == dict.fromkeys(range(8, 20), 1)
+    close_step(log, topics, 2)
+    settle(stage)
+    assert [event.min_version for event in events(log, topics, "tasks")[20:]] == [2] * 4
+    close_step(log, topics, 3)
+    settle(stage)
+    assert stage.ledger.limit == 3 and len(seqs(log, topics)) == 28
+    assert [event.min_version for event in events(log, topics, "tasks")[24:]] == [3] * 4
+
+
+def test_nothing_is_generated_for_a_step_whose_lower_limit_would_refuse_it(parts):
+    log, topics = parts
+    put(log, topics, "ledger", LimitChanged(limit=0, from_step=3))
+    stage = feeder(log, topics, limit=3)
+    settle(stage)
+    assert seqs(log, topics) == list(range(8)), "steps 1 and 2"
+    close_step(log, topics, 1)
+    settle(stage)
+    assert len(seqs(log, topics)) == 8
+    close_step(log, topics, 2)
+    settle(stage)
+    assert seqs(log, topics) == list(range(12)), "step 3, from its own version"
+    assert [event.min_version for event in events(log, topics, "tasks")[8:]] == [2] * 4
+
+
+def test_groups_that_are_open_when_the_limit_falls_drain_and_then_the_feeder_goes_on(parts):
+    log, topics = parts
+    stage = feeder(log, topics, limit=3)
+    settle(stage)
+    assert len(seqs(log, topics)) == 16
+    put(log, topics, "ledger", LimitChanged(limit=0))
+    close_step(log, topics, 1)
+    settle(stage)
+    assert len(seqs(log, topics)) == 16 and stage.capacity == 4
+    put(log, topics, "ledger", GroupsDropped(epoch=0, version=1, frontier=13))  # nine of them are too old
+    settle(stage)
+    assert seqs(log, topics) == list(range(17))
+    assert events(log, topics, "tasks")[16].min_version == 1
+
+
+def test_a_restarted_feeder_knows_the_limit_and_the_one_that_waits(parts):
+    log, topics = parts
+    put(log, topics, "ledger", LimitChanged(limit=2))
+    put(log, topics, "ledger", LimitChanged(limit=0, from_step=3))
+    close_step(log, topics, 1)
+    stage = feeder(log, topics)
+    assert (stage.ledger.limit_at(2), stage.ledger.limit_at(3), stage.ledger.limit_at(9)) == (2, 0, 0)
+    assert stage.capacity == 4  # step 2; those of step 3 need its own version
+
+
 def test_tasks_go_where_the_fewest_are_unfinished(parts):
     _, _ = parts
     log, topics = run_log(partitions=2)

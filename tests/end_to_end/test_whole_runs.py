@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from engine.commands import rundir
+from engine.commands.limit import change_limit
 from engine.config import Config, build_config
 from engine.launch.local import LocalLauncher, Outcome, daemons_of
 from engine.roles import open_run_log, topics_of
@@ -232,3 +233,33 @@ def test_a_synchronous_run_trains_only_what_its_own_version_made(tmp_path, on_st
     ages = {member.staleness for _, group in view.groups_trained() for member in group.members}
     assert ages == {0}
     assert drop_reasons(view)["stale"] == 0
+
+
+def test_the_limit_of_a_live_run_is_changed_at_the_step_asked_for_and_at_once(tmp_path):
+    """Said from outside while five daemons work; each cut carries the limit in force, and nothing else is disturbed."""
+    config = configuration(tmp_path, run={"steps": 140})
+    asked: list[int] = []  # from which step on; the newest version when the second change was written
+
+    def change(launcher: LocalLauncher, elapsed: float) -> None:
+        version = newest_version(config)
+        if not asked and version >= 10:
+            asked.append(version + 50)
+            assert "from step" in change_limit(config, 5, asked[0])
+        elif len(asked) == 1 and version >= asked[0] + 10:
+            asked.append(version)
+            assert "(it was 5)" in change_limit(config, 0)
+
+    outcome = run(config, change)
+    assert outcome.code == 0, outcome.cause
+    cuts = [cut.event for cut in audited(config).cuts]
+    rising = next(cut.step for cut in cuts if cut.limit == 5)
+    falling = next(cut.step for cut in cuts if cut.limit == 0)
+    assert rising == asked[0] and falling > asked[1]
+    expected = [2] * (rising - 1) + [5] * (falling - rising) + [0] * (141 - falling)
+    assert [cut.limit for cut in cuts] == expected
+    ages = [
+        max(member.staleness for group in cut.groups for member in group.members)
+        for cut in cuts
+        if cut.limit == 5
+    ]
+    assert max(ages) > 2, "generation ran further ahead under the higher limit"

@@ -15,15 +15,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from consumers.ledger import Ledger
+from replay.verify import verify
 from streams.events import (
     BatchCut,
     EpochStarted,
     GroupsDropped,
+    LimitChanged,
     TaskDispatched,
     TaskSkipped,
     WeightsPublished,
 )
-from tests.support.events import events
+from tests.support.events import events, put
 from tests.support.world import World
 
 SLOW = settings(
@@ -126,6 +129,67 @@ def test_a_run_with_a_number_of_steps_closes_what_was_still_open(seed, crash_rat
             world.close()
     assert happened["steps"] == 5 and happened["last"] == 5
     assert ledger.finished is not None and ledger.finished.reason == "steps_reached"
+
+
+@given(seed=st.integers(0, 2**32), crash_rate=st.sampled_from([0.0, 0.05]), limit=st.integers(0, 3))
+@SLOW
+def test_the_limit_may_be_changed_at_any_time_under_crashes_and_every_cut_keeps_it(seed, crash_rate, limit):
+    """Now, from a later step on, or from one that is past; also while an older change waits for its step."""
+    choose = random.Random(seed)
+    with TemporaryDirectory() as folder:
+        world = World(
+            Path(folder),
+            limit=limit,
+            data_epochs=4,
+            doubles=lambda uid: random.Random(f"{seed}double{uid}").random() < 0.2,
+        )
+
+        def change(ledger: Ledger) -> None:
+            if choose.random() < 0.02:
+                from_step = choose.choice([0, max(0, ledger.step + choose.randint(-1, 6))])
+                put(
+                    world.log,
+                    world.topics,
+                    "ledger",
+                    LimitChanged(limit=choose.randint(0, 3), from_step=from_step),
+                )
+
+        try:
+            world.run(choose, crash_rate=crash_rate, meanwhile=change)
+            happened = audit(world)
+            report = verify(world.log, world.topics)
+        finally:
+            world.close()
+    assert report.holds, report.as_table()
+    assert happened["outcomes"] == 24
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("before", "after"), [(3, 0), (2, 1), (0, 3), (1, 2)])
+def test_a_change_that_is_said_early_enough_makes_no_group_too_old(tmp_path, before, after, seed):
+    """Groups finish in order here, so admission alone keeps all of them in the limit of their own step."""
+    world = World(tmp_path, partitions=1, limit=before, data_epochs=None, steps=14)
+    change, said = LimitChanged(limit=after, from_step=8), []
+
+    def say_once(ledger: Ledger) -> None:
+        if ledger.step == 3 and not said:
+            said.append(put(world.log, world.topics, "ledger", change))
+
+    try:
+        world.run(random.Random(seed), meanwhile=say_once)
+        ledger = valid_ledger(world)
+    finally:
+        world.close()
+    limits = [event.limit for event in ledger if isinstance(event, BatchCut)]
+    assert limits == [before] * 7 + [after] * 7
+    drops = [drop for event in ledger if isinstance(event, (BatchCut, GroupsDropped)) for drop in event.drops]
+    assert {drop.reason for drop in drops} <= {"surplus"}
+    oldest = [
+        max(member.staleness for group in event.groups for member in group.members)
+        for event in ledger
+        if isinstance(event, BatchCut)
+    ]
+    assert max(oldest[-3:]) <= after
 
 
 @pytest.mark.parametrize("limit", [0, 2])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from replay.ledger import LedgerReader, read_ledger, read_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from consumers.ledger import Ledger
+from replay.ledger import LedgerReader, RunView, read_ledger, read_run
 from streams import codec
 from streams.events import EpochStarted, Event, LimitChanged, Paused, Resumed, WeightsPublished
 from streams.log import NewRecord
@@ -84,9 +88,63 @@ def test_a_change_of_the_limit_binds_only_a_reader_that_was_past_it():
         log, topics, EpochStarted(producer="a", started_ms=1), LimitChanged(limit=4), LimitChanged(limit=7)
     )
     view = read_run(log, topics)
-    assert view.limit_changed_before(1) is None
-    assert view.limit_changed_before(2) == LimitChanged(limit=4)
-    assert view.limit_changed_before(3) == LimitChanged(limit=7)
+    assert view.limit_changed_before(1, step=1) is None
+    assert view.limit_changed_before(2, step=1) == LimitChanged(limit=4)
+    assert view.limit_changed_before(3, step=1) == LimitChanged(limit=7)
+
+
+def ledger_of(*events: Event | int) -> RunView:
+    """The view of a ledger; a number stands for the cut of that step, which had read all before it."""
+    log, topics = empty()
+    for offset, event in enumerate(events):
+        if isinstance(event, int):
+            event = run.cut(event, [0], [0, 0], epoch=0, ledger_read_to=offset)
+        append(log, topics, event)
+    return read_run(log, topics)
+
+
+def test_a_change_from_a_step_on_waits_for_it():
+    change = LimitChanged(limit=4, from_step=3)
+    view = ledger_of(EpochStarted(producer="a", started_ms=1), 1, change, 2)
+    assert [view.limit_changed_before(4, step) for step in (3, 2)] == [change, None]
+    assert view.limit_changed_before(2, step=3) is None, "that reader had not come to it"
+
+
+def test_a_newer_change_replaces_one_that_waits_and_not_one_that_has_begun():
+    begun, waits = LimitChanged(limit=4, from_step=2), LimitChanged(limit=9, from_step=5)
+    view = ledger_of(EpochStarted(producer="a", started_ms=1), begun, 1, waits, 2, 3)
+    assert [view.limit_changed_before(6, step) for step in (4, 5)] == [begun, waits]
+    newest = LimitChanged(limit=0, from_step=7)
+    view = ledger_of(EpochStarted(producer="a", started_ms=1), begun, 1, waits, 2, 3, newest, 4)
+    assert [view.limit_changed_before(8, step) for step in (5, 6, 7)] == [begun, begun, newest]
+    at_once = LimitChanged(limit=1)
+    view = ledger_of(EpochStarted(producer="a", started_ms=1), waits, at_once, 1)
+    assert [view.limit_changed_before(4, step) for step in (2, 5)] == [at_once, at_once]
+
+
+LIMITS = st.builds(LimitChanged, limit=st.integers(0, 5), from_step=st.integers(0, 12))
+
+
+@given(st.lists(st.one_of(LIMITS, st.integers(0, 3)), max_size=30))
+def test_the_stages_and_the_audit_agree_on_the_limit_of_every_cut(moves: list[LimitChanged | int]):
+    """A number is a cut whose trainer had not seen that many of the newest records."""
+    log, topics = empty()
+    append(log, topics, EpochStarted(producer="a", started_ms=1))
+    step, read_to, expected = 0, 1, []
+    for move in moves:
+        if isinstance(move, LimitChanged):
+            append(log, topics, move)
+            continue
+        read_to = max(read_to, log.end(topics.name("ledger"), 0) - move)  # never behind its own last cut
+        stage = Ledger(log, topics, limit=99)
+        stage.catch_up(read_to)
+        step += 1
+        expected.append(stage.limit)
+        append(log, topics, run.cut(step, [0], [0, 0], epoch=0, limit=stage.limit, ledger_read_to=read_to))
+        read_to = log.end(topics.name("ledger"), 0)
+    view = read_run(log, topics)
+    found = [view.limit_changed_before(cut.event.ledger_read_to, cut.event.step) for cut in view.cuts]
+    assert [99 if change is None else change.limit for change in found] == expected
 
 
 def test_what_cannot_be_read_is_an_entry_with_its_problem():

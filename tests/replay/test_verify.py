@@ -21,6 +21,7 @@ from streams.events import (
     Event,
     GroupCompleted,
     GroupsDropped,
+    LedgerEvent,
     LimitChanged,
     RunFinished,
     StepSkipped,
@@ -278,32 +279,57 @@ def test_a_limit_that_was_not_in_force_is_found():
     assert violations(report) == {"each cut keeps the limit in force": [["step 2"]]}
 
 
-def test_a_change_of_the_limit_binds_from_the_first_cut_that_had_read_it():
-    def run_with(limit_of_step_3: int, read_to: int) -> Report:
-        log, topics = recorded(lambda event: None)
-        for seq in range(6):
-            log.append(topics.name("tasks"), seq % 2, [codec.encode(run.task(seq), producer="t")])
-            for index in range(2):
-                log.append(
-                    topics.name("trajectories"),
-                    seq % 2,
-                    [codec.encode(run.finished(seq, index), producer="t")],
-                )
-            event = run.dropped(seq) if seq == 4 else run.completed(seq)
-            log.append(topics.name("groups"), seq % 2, [codec.encode(event, producer="t")])
-        events = run.ledger()
-        events.insert(6, LimitChanged(limit=3, by="cli"))
-        events[9] = replace(events[9], limit=limit_of_step_3, ledger_read_to=read_to)
-        for event in events:
-            append(log, topics, "ledger", event)
-        for version in range(3):
-            append(log, topics, "fleet", run.ready(version))
-        return verify(log, topics)
+def with_changes(*changes: tuple[int, LimitChanged], **limits: tuple[int, int]) -> Report:
+    """The run with a change of the limit before the record at each place, and the cuts of the steps named as
+    `step_3=(limit, read_to)`."""
+    log, topics = recorded(lambda event: None if isinstance(event, LedgerEvent) else event)
+    events = run.ledger()
+    for place, change in changes:
+        events.insert(place, change)
+    for event in events:
+        if isinstance(event, BatchCut) and f"step_{event.step}" in limits:
+            limit, read_to = limits[f"step_{event.step}"]
+            event = replace(event, limit=limit, ledger_read_to=read_to)
+        append(log, topics, "ledger", event)
+    return verify(log, topics)
 
-    assert run_with(3, read_to=9).holds
-    assert run_with(1, read_to=6).holds
-    assert violations(run_with(1, read_to=9)) == {"each cut keeps the limit in force": [["step 3"]]}
-    assert violations(run_with(3, read_to=6)) == {"each cut keeps the limit in force": [["step 3"]]}
+
+LIMIT_CHECK = "each cut keeps the limit in force"
+
+
+def test_a_change_of_the_limit_binds_from_the_first_cut_that_had_read_it():
+    change = (6, LimitChanged(limit=3, by="cli"))
+    assert with_changes(change, step_3=(3, 9)).holds
+    assert with_changes(change, step_3=(1, 6)).holds
+    assert violations(with_changes(change, step_3=(1, 9))) == {LIMIT_CHECK: [["step 3"]]}
+    assert violations(with_changes(change, step_3=(3, 6))) == {LIMIT_CHECK: [["step 3"]]}
+
+
+def test_a_change_of_the_limit_that_binds_before_or_after_its_step_is_found():
+    change = (3, LimitChanged(limit=3, from_step=3, by="cli"))
+    assert with_changes(change, step_1=(1, 4), step_2=(1, 6), step_3=(3, 9)).holds
+    early = with_changes(change, step_1=(1, 4), step_2=(3, 6), step_3=(3, 9))
+    assert violations(early) == {LIMIT_CHECK: [["step 2"]]}
+    assert "step 2: was cut at limit 3, 1 was in force" in texts(early)
+    never = with_changes(change, step_1=(1, 4), step_2=(1, 6), step_3=(1, 9))
+    assert violations(never) == {LIMIT_CHECK: [["step 3"]]}
+
+
+def test_a_change_of_the_limit_that_binds_although_it_was_replaced_while_it_waited_is_found():
+    changes = (3, LimitChanged(limit=3, from_step=2)), (4, LimitChanged(limit=2, from_step=3))
+    assert with_changes(*changes, step_1=(1, 5), step_2=(1, 7), step_3=(2, 10)).holds
+    replaced = with_changes(*changes, step_1=(1, 5), step_2=(3, 7), step_3=(2, 10))
+    assert violations(replaced) == {LIMIT_CHECK: [["step 2"]]}
+    begun = (3, changes[0][1]), (6, changes[1][1])  # the first had begun, for step 2, when the second came
+    assert with_changes(*begun, step_1=(1, 4), step_2=(3, 6), step_3=(2, 10)).holds
+
+
+def test_the_limit_that_an_epoch_began_with_holds_from_its_first_cut():
+    def began_with(limit: int) -> Report:
+        return audit(lambda event: replace(event, limit=limit) if isinstance(event, EpochStarted) else event)
+
+    assert began_with(run.LIMIT).holds
+    assert violations(began_with(2)) == {LIMIT_CHECK: [["step 1"], ["step 2"], ["step 3"]]}
 
 
 # ---------------------------------------------------------------- references

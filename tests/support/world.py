@@ -8,6 +8,7 @@ other stage is the real one.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -177,10 +178,17 @@ class World:
         self.crashes += stage is not None
 
     def run(
-        self, choose: random.Random, *, crash_rate: float = 0.0, most_crashes: int = 60, most: int = 20_000
+        self,
+        choose: random.Random,
+        *,
+        crash_rate: float = 0.0,
+        most_crashes: int = 60,
+        most: int = 20_000,
+        meanwhile: Callable[[Ledger], object] = lambda ledger: None,
     ) -> Ledger:
         """Move stages in a random order until the run is finished; a move may be the last of its stage.
 
+        `meanwhile` is called after each move: what people do to a live run.
         Crashes end after `most_crashes`: a collector that never lives as long as a deadline can judge nobody late.
         """
         ledger = Ledger(self.log, self.topics)
@@ -190,6 +198,7 @@ class World:
             if choose.random() < crash_rate and self.crashes < most_crashes:
                 self.crash(name)
             ledger.catch_up()
+            meanwhile(ledger)
             if ledger.finished is not None:
                 return ledger
         raise AssertionError(f"not finished after {most} moves: {self.state(ledger)}")
