@@ -2,6 +2,7 @@
 #
 #   make demo                        learn a small task end to end (DEMO_ARGS="--task reverse --seed 1" …)
 #   make test                        the tests, without those marked slow (TEST_ARGS="-k codec" …)
+#   make sglang                      an environment with a real SGLang for a CPU, in .venv-sglang (some 3 GB)
 #   make soak                        kills of every daemon and of the broker, audited (SOAK_ARGS="--kills 200" …)
 #
 # Packages come from wherever pip is set up to look (PIP_INDEX_URL and the like are handed on to uv).
@@ -16,11 +17,11 @@ BENCH ?= $(sort $(wildcard benchmarks/*.py))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-slow check format docs bench soak clean
+.PHONY: help setup sglang demo test test-slow check format docs bench soak clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make setup | demo | test | test-slow | check | format | docs | bench | soak | clean"
+	@echo "make setup | sglang | demo | test | test-slow | check | format | docs | bench | soak | clean"
 
 setup: $(STAMP)
 
@@ -32,9 +33,13 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet uv || true
 	if test -x $(BIN)/uv && \
 	    env $${PIP_INDEX_URL:+UV_DEFAULT_INDEX="$$PIP_INDEX_URL"} $${PIP_EXTRA_INDEX_URL:+UV_INDEX="$$PIP_EXTRA_INDEX_URL"} \
-	    $(BIN)/uv pip install --python $(BIN)/python -e '.[train,kafka,kafka-fast,dev]'; \
-	then :; else $(BIN)/python -m pip install -e '.[train,kafka,kafka-fast,dev]'; fi
+	    $(BIN)/uv pip install --python $(BIN)/python -e '.[train,kafka,kafka-fast,export,dev]'; \
+	then :; else $(BIN)/python -m pip install -e '.[train,kafka,kafka-fast,export,dev]'; fi
 	touch $@
+
+# Apart from ours, since SGLang pins its own torch and transformers. Tests that need it find it there.
+sglang: $(STAMP)
+	$(BIN)/python -m engine.rollout.sglang.environment .venv-sglang
 
 demo: $(STAMP)
 	$(BIN)/millstream demo $(DEMO_ARGS)
@@ -57,6 +62,7 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m engine.configdocs docs/configuration.md
+	$(BIN)/python -m streams.catalogue docs/events.md
 
 bench: $(STAMP)
 	set -e; for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script; done

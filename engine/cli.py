@@ -17,10 +17,40 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-from engine.commands import broker, config, demo, run, serve, tail, topics, verify
+from engine.commands import (
+    broker,
+    config,
+    demo,
+    export,
+    import_,
+    replay,
+    run,
+    serve,
+    show,
+    staleness,
+    tail,
+    topics,
+    verify,
+    weights,
+)
 from streams.errors import ConfigError, MillstreamError
 
-COMMANDS = (demo, run, serve, topics, tail, verify, config, broker)
+COMMANDS = (
+    demo,
+    run,
+    serve,
+    topics,
+    tail,
+    show,
+    verify,
+    replay,
+    staleness,
+    export,
+    import_,
+    weights,
+    config,
+    broker,
+)
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 

@@ -48,6 +48,8 @@ def find_problems(config: Config) -> Iterator[Problem]:
     yield from _batches(config)
     yield from _loss(config)
     yield from _staleness(config)
+    yield from _transport(config)
+    yield from _sglang(config)
     yield from _not_yet(config)
 
 
@@ -61,18 +63,19 @@ def _required(config: Config) -> Iterator[Problem]:
     needs_model = [
         key
         for key, backend in (("rollout", config.rollout.backend), ("trainer", config.trainer.backend))
-        if backend == "torch"
+        if backend in ("torch", "sglang")
     ]
     if needs_model and not config.model.path:
         yield Problem(
             ("model.path", "rollout.backend", "trainer.backend"),
-            f'model.path: missing; {needs_model[0]}.backend = "torch" needs a local Hugging Face folder',
+            f'model.path: missing; {needs_model[0]}.backend = "{get(config, needs_model[0]).backend}" needs a local '
+            "Hugging Face folder",
         )
-    if config.rollout.backend == "torch" and config.trainer.backend == "scalar":
+    if config.rollout.backend in ("torch", "sglang") and config.trainer.backend == "scalar":
         yield Problem(
             ("rollout.backend", "trainer.backend"),
-            'rollout.backend = "torch" with trainer.backend = "scalar": the scalar trainer has no weights that the '
-            'engine could load; set rollout.backend = "scripted" or trainer.backend = "torch"',
+            f'rollout.backend = "{config.rollout.backend}" with trainer.backend = "scalar": the scalar trainer has no '
+            'weights that the engine could load; set rollout.backend = "scripted" or trainer.backend = "torch"',
         )
 
 
@@ -269,14 +272,76 @@ def _staleness(config: Config) -> Iterator[Problem]:
         )
 
 
-def _not_yet(config: Config) -> Iterator[Problem]:
-    if config.rollout.backend == "sglang":
+def _transport(config: Config) -> Iterator[Problem]:
+    if config.weights.transport != "distributed":
+        return
+    rollout = config.rollout
+    if rollout.backend == "scripted":
         yield Problem(
-            ("rollout.backend",),
-            'rollout.backend = "sglang": this version has no SGLang engine yet; use "torch"',
+            ("weights.transport", "rollout.backend"),
+            'weights.transport = "distributed" with rollout.backend = "scripted": a scripted engine takes versions '
+            "from disk alone; remove weights.transport",
         )
-    if config.weights.transport != "disk":
+    elif rollout.backend == "torch" and rollout.decode == "continuous":
+        yield Problem(
+            ("weights.transport", "rollout.decode"),
+            'weights.transport = "distributed" with rollout.decode = "continuous": that engine takes versions from '
+            'disk alone; set rollout.decode = "batched", or remove weights.transport',
+        )
+
+
+def _sglang(config: Config) -> Iterator[Problem]:
+    from engine.rollout.sglang.guard import in_place_is_exact, refused_args, refused_env
+
+    rollout, settings = config.rollout, config.rollout.sglang
+    if rollout.backend != "sglang":
+        return
+    yield from _sglang_url(config)
+    if reason := refused_args(settings.args):
+        yield Problem(("rollout.sglang.args",), f"rollout.sglang.args: {reason}")
+    if reason := refused_env(settings.env):
+        yield Problem(("rollout.sglang.env",), f"rollout.sglang.env: {reason}; remove it")
+    reason = in_place_is_exact(settings.args)
+    if rollout.pause_generation_mode == "in_place" and not settings.url and reason:
+        yield Problem(
+            ("rollout.pause_generation_mode", "rollout.sglang.args"),
+            f'rollout.pause_generation_mode = "in_place" {reason}; add them to rollout.sglang.args, or use "retract"',
+        )
+
+
+def _sglang_url(config: Config) -> Iterator[Problem]:
+    replicas, settings = config.rollout.replicas, config.rollout.sglang
+    if settings.url and not settings.url.startswith(("http://", "https://")):
+        yield Problem(
+            ("rollout.sglang.url",),
+            f'rollout.sglang.url = "{settings.url}": must start with http:// or https://',
+        )
+    if settings.url and replicas > 1 and "{replica}" not in settings.url:
+        yield Problem(
+            ("rollout.sglang.url", "rollout.replicas"),
+            f'rollout.sglang.url = "{settings.url}" with rollout.replicas = {replicas}: the daemons would update the '
+            "weights of one server each for itself; write {replica} into it where their servers differ, or set "
+            "replicas to 1",
+        )
+    if not settings.url:
+        for key in ("api_key", "admin_api_key"):
+            if getattr(settings, key) is not None:
+                yield Problem(
+                    (f"rollout.sglang.{key}", "rollout.sglang.url"),
+                    f"rollout.sglang.{key}: goes with rollout.sglang.url; a server that the daemon starts listens on "
+                    "this machine alone and has no key; remove it",
+                )
+        if settings.port and settings.port + replicas - 1 > 65535:
+            yield Problem(
+                ("rollout.sglang.port", "rollout.replicas"),
+                f"rollout.sglang.port = {settings.port} with rollout.replicas = {replicas}: the last daemon's port "
+                "would be above 65535; choose a lower one",
+            )
+
+
+def _not_yet(config: Config) -> Iterator[Problem]:
+    if config.weights.transport == "ipc":
         yield Problem(
             ("weights.transport",),
-            f'weights.transport = "{config.weights.transport}": this version has only "disk"; remove it',
+            'weights.transport = "ipc": this version has only "disk" and "distributed"; remove it',
         )

@@ -57,12 +57,14 @@ def demo_config(
     max_weight_staleness: int = 2,
     slow_tools: float = 0.0,
     log_url: str = "",
+    engine: str = "torch",
+    sglang_python: str = "",
     overrides: Sequence[str] = (),
 ) -> Config:
     """The configuration of a demo run. `slow_tools` is the σ of the tools' lognormal latency; 0: no latency.
 
     With a `log_url` of Kafka there are two engines and two reward daemons, so that consumer groups have something to
-    share.
+    share. `engine` is rollout.backend; `sglang_python` its rollout.sglang.python.
     """
     use = task.recommended
     options: dict[str, Any] = {"slow_tools_sigma": slow_tools} if slow_tools else {}
@@ -81,6 +83,7 @@ def demo_config(
         "data": {"path": str(run_dir / "prompts.jsonl")},
         "model": {"path": str(run_dir / "model")},
         "rollout": {
+            "backend": engine,
             "replicas": replicas,
             "generate": GENERATE[task.name],
             "n_samples_per_prompt": use.n_samples_per_prompt,
@@ -88,6 +91,7 @@ def demo_config(
             "rollout_temperature": use.rollout_temperature,
             "max_concurrency": concurrency,
             "options": options,
+            "sglang": {"python": sglang_python},
         },
         "reward": {"function": "engine.demo:reward", "timeout_s": 10.0, "replicas": replicas},
         "trainer": {
@@ -132,7 +136,9 @@ def prepare(config: Config, task: Task) -> None:
     from engine.tasks.warmstart import make_demo_model
 
     transformers_logging.disable_progress_bar()
-    make_demo_model(task, Path(config.model.path), seed)
+    # SGLang ties GPT-2's head to its embeddings, so its model is the other one
+    architecture = "qwen3" if config.rollout.backend == "sglang" else "gpt2"
+    make_demo_model(task, Path(config.model.path), seed, architecture)
     logger.info("the model is ready after %.1f s", time.monotonic() - began)
 
 

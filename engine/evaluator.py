@@ -3,7 +3,7 @@
     ledger ─► WeightsPublished(v) ─► due? ─► file pinned ─► engine.update ─► n episodes ─► reward ─► Metrics("eval", v)
 
 Due is every k-th version and each of the last `final` ones. The evaluator is often slower than the trainer, and the
-store keeps few versions: a due file is pinned (a hard link, no copy) as soon as its record is read. A version whose
+store keeps few versions: a due one is pinned (hard links, no copy) as soon as its record is read. A version whose
 file is gone all the same is reported as missing, never passed over in silence.
 
 It ends when RunFinished was read and every due version is evaluated or reported.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -32,6 +32,8 @@ from engine.interfaces import EngineError, RolloutEngine, Sampling
 from engine.rollout.generate import Aborted, Generate, GenerateContext
 from engine.rollout.loading import FATAL, Locate
 from engine.rollout.text import TokenText
+from engine.weights.chain import link_chain
+from engine.weights.tensors import WeightsError
 from streams import codec
 from streams.events import Metrics, TaskDispatched, WeightsPublished
 from streams.log import EventLog, TopicPartition
@@ -178,24 +180,24 @@ class Evaluator:
             self._newest[version] = self._pin(published)
 
     def _pin(self, published: WeightsPublished) -> _Due:
-        pin = self.pins / f"e{published.epoch}-v{published.version}.safetensors"
+        """Links of its files, all that its chain has, in a folder of their own: retention may take them elsewhere."""
+        pin = self.pins / f"e{published.epoch}-v{published.version}"
         try:
             path = self.locate(published)
-            pin.unlink(missing_ok=True)
+            shutil.rmtree(pin, ignore_errors=True)
             try:
-                os.link(path, pin)
+                return _Due(published, link_chain(path, pin))
             except FileNotFoundError:
                 return _Due(published, None)
             except OSError:  # another file system: then it is used where it lies, as long as it does
                 return _Due(published, path)
-        except EngineError as error:
+        except (EngineError, WeightsError) as error:
             logger.warning("evaluator: %s", error)
             return _Due(published, None)
-        return _Due(published, pin)
 
     def _unpin(self, due: _Due) -> None:
-        if due.path is not None and due.path.parent == self.pins:
-            due.path.unlink(missing_ok=True)
+        if due.path is not None and due.path.parent.parent == self.pins:
+            shutil.rmtree(due.path.parent, ignore_errors=True)
 
     # -- one version
     async def _evaluate(self, due: _Due) -> None:

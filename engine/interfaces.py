@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streams.columns import VersionRun
-from streams.events import WeightsPublished
+from streams.events import TransferGroupFormed, WeightsPublished
 from streams.trajectory import Payload
 
 
@@ -54,6 +54,8 @@ class RolloutEngine(Protocol):
     """One engine that holds one set of weights and serves token-in-token-out requests."""
 
     name: str
+    n_ranks: int  # that it brings to a transfer group; 0: it takes versions from files alone
+    device: str  # of those ranks: "cpu", "cuda", "musa"
 
     @property
     def held(self) -> WeightsId | None:
@@ -72,9 +74,33 @@ class RolloutEngine(Protocol):
     async def update(self, published: WeightsPublished, path: Path) -> float:
         """Take these weights, whole or not at all, and return the seconds for which generation stood still.
 
-        Verifies the digest of what it now holds. Raises EngineError("weights_mismatch" | "weights_unreadable");
+        `path`: a full file, or a delta with its chain beside it (engine/rollout/loading.py reads both). Verifies the
+        digest of what it now holds. Raises EngineError("weights_mismatch" | "weights_unreadable");
         then `held` is None or what it was before, never a mixture. Running requests go on by the pause mode.
         """
+        ...
+
+    async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
+        """Become `n_ranks` ranks of this group, from `first_rank` on; returns when all of its ranks have met.
+
+        Called while the engine serves. Raises EngineError("transfer_failed") by the group's deadline at the latest.
+        """
+        ...
+
+    async def leave_group(self, group: str) -> None:
+        """Leave now, also in the middle of a broadcast; a group that is not known is no error."""
+        ...
+
+    async def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> float:
+        """Take the version that is sent to a group that was joined, as `update` takes a file, with its promises.
+
+        Every version of a group is received, in order. Raises EngineError("transfer_failed"), after which the group
+        is of no use any more, or EngineError("weights_mismatch"), after which it is.
+        """
+        ...
+
+    def checksum(self) -> str:
+        """The inference server's own, over the weights as it holds them; "" if it has none."""
         ...
 
     async def abort(self, request_id: str) -> None:

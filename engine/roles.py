@@ -6,6 +6,7 @@ Imports are inside the functions, so that a feeder or a collector never loads to
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from consumers.dataset import JsonLines
     from consumers.rewards.pool import ScoringPool
     from engine.rollout.generate import Generate
+    from engine.weights.sender import Sender
+    from streams.events import Event
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +224,7 @@ def _collector(config: Config, log: EventLog, topics: Topics, replica: int, repl
 def _trainer(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
     from engine.trainer.loop import Trainer
     from engine.trainer.settings import LoopSettings
-    from engine.weights.store import WeightStore
+    from engine.weights.store import DeltaPolicy, WeightStore
 
     run_dir = Path(config.run.dir)
     settings = LoopSettings(
@@ -241,12 +244,54 @@ def _trainer(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
         max_bad_steps=config.trainer.max_bad_steps,
         on_lost=config.log.on_lost,
     )
-    store = WeightStore(run_dir / "weights", keep=config.weights.keep)
-    trainer = Trainer(log, topics, _trainer_backend(config), store, settings, run_dir / "checkpoints")
+    deltas = DeltaPolicy(full_every=config.weights.full_every) if config.weights.kind == "delta" else None
+    store = WeightStore(run_dir / "weights", keep=config.weights.keep, deltas=deltas)
+    trainer = Trainer(
+        log,
+        topics,
+        trainer_backend(config),
+        store,
+        settings,
+        run_dir / "checkpoints",
+        make_sender=_make_sender(config, log, topics, stop),
+    )
     return trainer.run(stop)
 
 
-def _trainer_backend(config: Config) -> TrainerBackend:
+def _make_sender(config: Config, log: EventLog, topics: Topics, stop: Stop) -> Callable[[int], Sender] | None:
+    """None: versions go by files alone."""
+    weights = config.weights
+    if weights.transport != "distributed":
+        return None
+    from consumers.outbox import append_patiently
+    from engine.weights.membership import Members
+    from engine.weights.sender import BACKENDS, Sender
+    from streams import codec
+
+    device = config.model.device if config.trainer.backend == "torch" else "cpu"
+    backend = weights.backend if weights.backend != "auto" else BACKENDS.get(device.partition(":")[0], "gloo")
+
+    def append(event: Event) -> int:
+        record = codec.encode(event, producer="trainer")
+        return append_patiently(log, topics.name("fleet"), 0, [record], who="trainer", stop=stop)
+
+    def make(epoch: int) -> Sender:
+        return Sender(
+            Members(log, topics),
+            append,
+            epoch=epoch,
+            bucket_bytes=weights.bucket_bytes,
+            deadline=timedelta(seconds=weights.transfer_deadline_s),
+            backend=backend,
+            address=weights.master_address,
+            port=weights.master_port,
+            device="cpu" if backend == "gloo" else device,
+        )
+
+    return make
+
+
+def trainer_backend(config: Config) -> TrainerBackend:
     trainer = config.trainer
     if trainer.backend == "scalar":
         from engine.trainer.scalar_backend import ScalarBackend
@@ -287,8 +332,18 @@ def _trainer_backend(config: Config) -> TrainerBackend:
     return TorchBackend(Path(config.model.path), settings)
 
 
-def _engine(config: Config, name: str, seed: int) -> RolloutEngine:
-    """The engine of one daemon. Different seeds: no two engines sample the same answers."""
+def _engine(config: Config, replica: int) -> RolloutEngine:
+    """The engine of one rollout daemon."""
+    name = f"rollout-{replica}"
+    if config.rollout.backend == "sglang":
+        from engine.rollout.sglang.starting import sglang_engine
+
+        return sglang_engine(config, name=name, replica=replica)
+    return _local_engine(config, name, config.run.seed * 1009 + replica + 1)
+
+
+def _local_engine(config: Config, name: str, seed: int) -> RolloutEngine:
+    """An engine in this process. Different seeds: no two engines sample the same answers."""
     rollout = config.rollout
     if rollout.backend == "scripted":
         from engine.rollout.scripted import scripted_engine
@@ -339,7 +394,7 @@ def _rollout(config: Config, log: EventLog, topics: Topics, replica: int, replic
     from engine.rollout.worker import RolloutWorker
 
     rollout = config.rollout
-    engine = _engine(config, f"rollout-{replica}", config.run.seed * 1009 + replica + 1)
+    engine = _engine(config, replica)
     worker = RolloutWorker(
         log,
         topics,
@@ -369,7 +424,8 @@ def _evaluator(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int
     run_dir, rollout = Path(config.run.dir), config.rollout
     dataset = _dataset(config, config.eval.path)
     pool = _scoring_pool(config)
-    engine = _engine(config, "evaluator", config.run.seed * 1009 + 500_009)
+    # also beside SGLang servers: a second one would cost more than it measures
+    engine = _local_engine(config, "evaluator", config.run.seed * 1009 + 500_009)
     try:
         evaluator = Evaluator(
             log,

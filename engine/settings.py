@@ -295,12 +295,60 @@ class ModelConfig(Section, frozen=True):
     ] = "sdpa"
 
 
+class SGLangConfig(Section, frozen=True):
+    """SGLang servers, one for each rollout daemon (`rollout.backend = "sglang"`)."""
+
+    url: Annotated[
+        str,
+        doc(
+            "A server that runs already, as in `http://host:30000`; with several daemons `{replica}` in it stands for "
+            "the number of each. Empty: the daemon starts one."
+        ),
+    ] = ""
+    python: Annotated[
+        str,
+        doc("Interpreter of the environment that has SGLang; empty: this one.", path=True),
+    ] = ""
+    args: Annotated[
+        tuple[str, ...],
+        doc("Further arguments of `sglang.launch_server`, as they are."),
+    ] = ()
+    env: Annotated[dict[str, str], doc("Further environment variables of the server.")] = msgspec.field(
+        default_factory=dict
+    )
+    port: Annotated[
+        int,
+        doc(
+            "Port of the first daemon's server; the others take the next ones. 0: any free one.",
+            ge=0,
+            le=65535,
+        ),
+    ] = 0
+    start_timeout_s: Annotated[
+        float, doc("Time for a server to be ready, after which the daemon fails.", unit="s", gt=0)
+    ] = 600.0
+    request_timeout_s: Annotated[
+        float,
+        doc("Time for one answer that is no generation (pause, update, checksum, …).", unit="s", gt=0),
+    ] = 120.0
+    api_key: Annotated[
+        str | None, doc('Key of the server (`--api-key`), as `"env:NAME"` or `"file:/path"`.', secret=True)
+    ] = None
+    admin_api_key: Annotated[
+        str | None,
+        doc(
+            'Key of its control endpoints (`--admin-api-key`), as `"env:NAME"` or `"file:/path"`.',
+            secret=True,
+        ),
+    ] = None
+
+
 class RolloutConfig(Section, frozen=True):
     """Generation of samples."""
 
     backend: Annotated[
         Literal["torch", "scripted", "sglang"],
-        doc("Engine: `torch` (in process) or `scripted` (fixed answers, for tests)."),
+        doc("Engine: `torch` (in process), `sglang` (a server for each daemon) or `scripted` (for tests)."),
     ] = "torch"
     replicas: Annotated[
         int, doc("Rollout daemons; each takes a share of the partitions.", unit="processes", ge=1)
@@ -358,9 +406,18 @@ class RolloutConfig(Section, frozen=True):
     task_deadline_s: Annotated[
         float, doc("Time for one sample, after which it has failed.", unit="s", gt=0)
     ] = 600.0
+    max_logprob_mismatch: Annotated[
+        PositiveFloat | None,
+        doc(
+            "Mean difference of an engine's log-probs to the trainer's for the same weights, over 3 steps in a row, at "
+            "which the engine is quarantined and started anew; unset: it is only measured (metric `mismatch/…`).",
+            unit="nat a token",
+        ),
+    ] = None
     options: Annotated[dict[str, Any], doc("Handed to the generate function as it is.", run_data=True)] = (
         msgspec.field(default_factory=dict)
     )
+    sglang: Annotated[SGLangConfig, doc('The servers of `rollout.backend = "sglang"`.')] = SGLangConfig()
 
 
 class RewardConfig(Section, frozen=True):
@@ -557,8 +614,37 @@ class WeightsConfig(Section, frozen=True):
 
     transport: Annotated[
         Literal["disk", "distributed", "ipc"],
-        doc("`disk`: safetensors in the run directory; this version has no other."),
+        doc(
+            "`disk`: files of the run directory; `distributed`: broadcast to a group of engines (the files stay the "
+            "truth, and what an engine that missed a broadcast catches up from)."
+        ),
     ] = "disk"
+    kind: Annotated[
+        Literal["full", "delta"],
+        doc("What is written for a version: all weights, or those that changed since the one before."),
+    ] = "full"
+    full_every: Annotated[
+        int, doc("With `delta`: versions from one full version to the next.", unit="versions", ge=1)
+    ] = 20
+    bucket_bytes: Annotated[int, doc("Bytes of one broadcast.", unit="bytes", ge=1 << 16, le=8 << 30)] = (
+        512 << 20
+    )
+    backend: Annotated[
+        Literal["auto", "gloo", "nccl", "mccl"],
+        doc("Library of the broadcast; `auto`: by the trainer's device."),
+    ] = "auto"
+    master_address: Annotated[
+        str, doc("Address at which the trainer listens for the engines; empty: found by itself.")
+    ] = ""
+    master_port: Annotated[int, doc("First port tried for it; 0: any free one.", ge=0, le=65535)] = 0
+    transfer_deadline_s: Annotated[
+        float,
+        doc(
+            "Time to form a group, and for one broadcast; an engine that is not there by then is left out.",
+            unit="s",
+            gt=0,
+        ),
+    ] = 60.0
     update_weights_interval: Annotated[
         int, doc("Training steps from one published version to the next.", unit="steps", run_data=True, ge=1)
     ] = 1

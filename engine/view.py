@@ -128,7 +128,7 @@ class _Follower:
             if not common.has_log(self._config):
                 return None
             self._log = self._log or common.open_for_reading(self._config, interrupted=self._is_enough)
-            if topics.name("ledger") not in self._log.topics():
+            if not self._log.partitions(topics.name("ledger")):
                 self._log.close()
                 self._log = None
                 return None

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from consumers.losses import DAMAGED
 from replay.ledger import LedgerEntry, RunView, read_ledger
 from replay.records import Entry, entries, entry_of
+from replay.slices.filler import is_left_out
 from streams import columns
 from streams.columns import VersionRun
 from streams.errors import CodecError, CorruptRecord, InvalidEvent, UnknownTopic
@@ -48,7 +49,7 @@ class Sample(NamedTuple):
     n_response_tokens: int = 0
     digest: str = ""
     problem: str = ""
-    gone: bool = False  # removed by retention: nothing can be said of it any more
+    gone: bool = False  # removed by retention, or not in the slice: nothing can be said of it any more
 
 
 class Completed(NamedTuple):
@@ -74,7 +75,7 @@ class Evidence(NamedTuple):
     ledger: list[LedgerEntry]
     view: RunView
     dispatches: list[Dispatch]  # first dispatches and skipped rows, copies included
-    dispatches_whole: bool  # retention has removed none of them
+    dispatches_whole: bool  # retention has removed none of them, and the slice has them all
     samples: dict[Place, Sample]  # every trajectory that a valid cut refers to
     completed: dict[Place, Completed | None]  # every group record that a valid cut refers to; None: gone
     terminal: list[list[tuple[int, int]]]  # per partition of `groups`: (offset, seq) of completed and dropped
@@ -112,7 +113,8 @@ def gather(log: EventLog, topics: Topics) -> Evidence:
         unknown=Counter(),
     )
     for partition in range(topics.partitions):
-        _read_tasks(log, topics, partition, found)
+        if not _read_tasks(log, topics, partition, found):
+            found = found._replace(dispatches_whole=False)
         _read_groups(log, topics, partition, wanted_groups.get(partition, set()), found)
     for partition, wanted in wanted_samples.items():
         for offset, entry in entries_at(log, topics.name("trajectories"), partition, wanted):
@@ -174,12 +176,16 @@ def _whole(log: EventLog, topics: Topics) -> bool:
     return all(kept(log, topics.name("tasks"), partition)[0] == 0 for partition in range(topics.partitions))
 
 
-def _read_tasks(log: EventLog, topics: Topics, partition: int, found: Evidence) -> None:
+def _read_tasks(log: EventLog, topics: Topics, partition: int, found: Evidence) -> bool:
+    """False when some are left out of the slice that this log was made from."""
+    is_whole = True
     for entry in entries(log, topics.name("tasks"), partition):
         event = entry.event
+        is_whole = is_whole and not is_left_out(entry)
         if isinstance(event, TaskSkipped) or (isinstance(event, TaskDispatched) and event.attempt == 0):
             found.dispatches.append(Dispatch(event.group_id, event.seq, partition, entry.offset))
         _count_problem("tasks", entry.problem, entry.unknown.type if entry.unknown else "", found)
+    return is_whole
 
 
 def _read_groups(log: EventLog, topics: Topics, partition: int, wanted: set[int], found: Evidence) -> None:
@@ -195,6 +201,8 @@ def _read_groups(log: EventLog, topics: Topics, partition: int, wanted: set[int]
             lengths = {member.uid: member.n_response_tokens for member in event.members}
             digests = {member.uid: member.payload_digest for member in event.members}
             found.completed[partition, entry.offset] = Completed(event.group_id, members, lengths, digests)
+        elif is_left_out(entry) and entry.offset in wanted:
+            found.completed[partition, entry.offset] = None
         _count_problem("groups", entry.problem, entry.unknown.type if entry.unknown else "", found)
     start, _ = kept(log, topic, partition)
     found.completed.update({(partition, offset): None for offset in wanted if 0 <= offset < start})
@@ -203,6 +211,8 @@ def _read_groups(log: EventLog, topics: Topics, partition: int, wanted: set[int]
 def _sample(entry: Entry | None) -> Sample:
     if entry is None:
         return Sample(problem="removed by retention", gone=True)
+    if is_left_out(entry):
+        return Sample(problem="left out of the slice", gone=True)
     if not isinstance(entry.event, TrajectoryFinished):
         return Sample(problem=entry.problem or f"a {type(entry.event).__name__}, not a TrajectoryFinished")
     event = entry.event
@@ -219,7 +229,7 @@ def _letter(log: EventLog, at: int, event: DeadLetter) -> Letter:
     is_faithful: bool | None = None
     if event.offset >= 0 and event.reason != DAMAGED:  # such a letter holds nothing that could be compared
         ((_, entry),) = entries_at(log, event.topic, event.partition, [event.offset])
-        if entry is not None:  # else removed by retention
+        if entry is not None and not is_left_out(entry):  # else removed by retention, or not in the slice
             is_faithful = entry.record is not None and entry.record.value == event.raw
     return Letter(at, event.topic, event.partition, event.offset, event.stage, event.reason, is_faithful)
 

@@ -1,297 +1,237 @@
 """Showing one entry: a line for people, a JSON object for programs, or kcat's format string.
 
-Binary is never printed raw: columns are decoded or counted, control characters are escaped. What cannot be read, what
-is of an unknown type and what lies in a dead letter is shown verbatim.
+    line       time topic/partition:offset type name=value …     abbreviated (replay/glance.py); plain, or with colours
+    as_json    everything, columns as lists, other bytes in base64
+    formatter  %t %p %o %k %T %S %h from the record alone, %s the event as JSON
+
+What cannot be read, what is of an unknown type and what lies in a dead letter is shown verbatim.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from replay import fields
+from replay.glance import Decoder, Fields, glance, spoken
 from replay.records import Entry
+from replay.texts import SHORT, Shown, as_printable_json, quoted, short, verbatim
 from streams import columns
 from streams.errors import CodecError, ConfigError
-from streams.events import (
-    BatchCut,
-    DeadLetter,
-    Event,
-    GroupCompleted,
-    Metrics,
-    TrajectoryFinished,
-    WeightsPublished,
-    tag_of,
-)
+from streams.events import TrajectoryFinished, tag_of
 
-Fields = dict[str, Any]
-
-LONGEST_TEXT = 60  # characters of one value in a line
-SHOWN_ITEMS = 4  # of a list in a line
-VERBATIM_BYTES = 2000  # of what cannot be read; JSON has all of it
-
-_COLUMNS: dict[str, Callable[[bytes], Any]] = {
-    "prompt_ids": columns.decode_ids,
-    "response_ids": columns.decode_ids,
-    "logprobs": columns.decode_logprobs,
-    "loss_mask": columns.decode_mask,
-}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "0": "\0", "\\": "\\"}
 
 
+class Look(NamedTuple):
+    """How lines look: widths to which columns are filled up, colours, and what makes text of token ids."""
+
+    place_width: int = 0
+    type_width: int = 0
+    is_coloured: bool = False
+    text: Decoder | None = None
+
+
+PLAIN = Look()
+
+
 # ---------------------------------------------------------------- a line
-def line(word: str, partition: int, entry: Entry) -> str:
-    """`time topic/partition:offset type name=value …`, without a newline. `word`: the topic as it shall be called."""
-    head = f"{_time(entry.timestamp_ms)} {word}/{partition}:{entry.offset}"
+def line(word: str, partition: int, entry: Entry, look: Look = PLAIN) -> str:
+    """One entry, without a newline. `word`: the topic as it shall be called."""
+    time, place = time_text(entry.timestamp_ms), f"{word}/{partition}:{entry.offset}"
     if entry.event is not None:
-        return f"{head} {tag_of(entry.event)} {_pairs(_summary(entry.event))}".rstrip()
-    if entry.unknown is not None:
-        return f"{head} ?{entry.unknown.type} {json.dumps(entry.unknown.fields, default=_verbatim, ensure_ascii=False)}"
-    raw = entry.record.value if entry.record is not None else b""
-    return f"{head} UNREADABLE {entry.problem} raw={_verbatim(raw)}"
+        tag, shown = tag_of(entry.event), glance(entry.event, look.text)
+        pairs = _coloured_pairs(shown) if look.is_coloured else _pairs(shown)
+    elif entry.unknown is not None:
+        tag = f"?{quoted(entry.unknown.type)}"
+        pairs = _fields_of_unknown(entry)
+    else:
+        raw = entry.record.value if entry.record is not None else b""
+        tag, pairs = "UNREADABLE", f"{entry.problem} raw={verbatim(raw)}"
+    if look is PLAIN:
+        return f"{time} {place} {tag} {pairs}".rstrip()
+    tag, place = tag.ljust(look.type_width), place.ljust(look.place_width)
+    if look.is_coloured:
+        time, place, tag = f"{_DIM}{time}{_END}", f"{_CYAN}{place}{_END}", f"{_tag_colour(tag)}{tag}{_END}"
+    return f"{time} {place} {tag} {pairs}".rstrip()
 
 
-def _summary(event: Event) -> Fields:
-    """What is worth a place in the line, in order."""
-    special = _SUMMARIES.get(type(event))
-    return special(event) if special else _said(event)
+def _pairs(shown: Fields) -> str:
+    known = SHORT.get
+    parts = [f"{name}={known(type(value), short)(value)}" for name, value in shown.items()]
+    return " ".join(parts)
 
 
-def _said(event: Event) -> Fields:
-    """Every field that is not at its default."""
-    fields: Fields = {}
-    for field in msgspec.structs.fields(event):
-        value = getattr(event, field.name)
-        default = field.default if field.default is not msgspec.NODEFAULT else None
-        if field.default_factory is not msgspec.NODEFAULT:
-            default = field.default_factory()
-        if field.required or value != default:
-            fields[field.name] = value
-    return fields
+def _fields_of_unknown(entry: Entry) -> str:
+    try:
+        return as_printable_json(entry.unknown.fields if entry.unknown is not None else {})
+    except TypeError:  # a key that is no text
+        return verbatim(entry.record.value if entry.record is not None else b"")
 
 
-def _trajectory(event: TrajectoryFinished) -> Fields:
-    fields = _said(event)
-    for name in ("group_id", "seq", "index", "attempt", "n_samples", "progress", "loss_mask"):
-        fields.pop(name, None)
-    fields["versions"] = ",".join(
-        f"e{epoch}v{version}×{n_tokens}" for epoch, version, n_tokens in event.versions
-    )
-    for name, decode in _COLUMNS.items():
-        if name in fields:
-            fields[name] = _decoded(decode, fields[name])
-    return fields
+def time_text(timestamp_ms: int) -> str:
+    """A time in UTC, as in 2026-11-01T10:00:00.250Z."""
+    seconds, ms = divmod(timestamp_ms, 1000)
+    return f"{_second(seconds)}.{ms:03d}Z"
 
 
-def _cut(event: BatchCut) -> Fields:
-    members = [member for group in event.groups for member in group.members]
-    ages = [member.staleness for member in members if member.staleness >= 0]
-    return {
-        "step": event.step,
-        "version": event.version,
-        "epoch": event.epoch,
-        "limit": event.limit,
-        "groups": [group.group_id for group in event.groups],
-        "samples": len(members),
-        "tokens": sum(member.n_trainable_tokens for member in members),
-        "reward": round(sum(member.reward for member in members) / max(1, len(members)), 4),
-        "staleness": f"{min(ages)}..{max(ages)}" if ages else "-",
-        "drops": [f"{drop.group_id}:{drop.reason}" for drop in event.drops],
-        "duplicates": event.duplicates,
-        "frontier": event.frontier,
-        "positions": event.positions,
-    } | ({"last": True} if event.last else {})
+@functools.lru_cache(maxsize=16)
+def _second(seconds: int) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # beyond the year 9999: whoever wrote it had another unit
+        return f"@{seconds}"
 
 
-def _completed(event: GroupCompleted) -> Fields:
-    return {
-        "group_id": event.group_id,
-        "seq": event.seq,
-        "members": f"{len(event.members)}/{event.n_samples}",
-        "rewards": [member.reward for member in event.members],
-        "tokens": sum(member.n_response_tokens for member in event.members),
-        "frontier": event.frontier,
-    }
+# ---------------------------------------------------------------- colours
+_DIM, _BOLD, _END = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_RED, _GREEN, _YELLOW, _MAGENTA, _CYAN = (f"\x1b[{code}m" for code in (31, 32, 33, 35, 36))
+_BAD = ("failed", "dropped", "skipped", "letter", "UNREADABLE")
+_UNUSUAL = ("missing", "changed", "paused", "resumed", "ending", "?")
+_COLOURS: dict[type, str] = {int: _CYAN, float: _CYAN, bool: _MAGENTA, type(None): _MAGENTA, str: _GREEN}
 
 
-def _published(event: WeightsPublished) -> Fields:
-    return _said(event) | {"digest": event.digest[:16], "tensors": len(event.tensors)}
+def _tag_colour(tag: str) -> str:
+    if any(word in tag for word in _BAD):
+        return _BOLD + _RED
+    return _BOLD + (_YELLOW if any(word in tag for word in _UNUSUAL) else _GREEN)
 
 
-def _metrics(event: Metrics) -> Fields:
-    step = {"step": event.step} if event.step >= 0 else {}
-    return {
-        "source": event.source,
-        **step,
-        **{name: round(value, 6) for name, value in sorted(event.values.items())},
-    }
+def _coloured_pairs(shown: Fields) -> str:
+    return " ".join([f"{_DIM}{name}={_END}{_coloured(value)}" for name, value in shown.items()])
 
 
-def _letter(event: DeadLetter) -> Fields:
-    return {
-        "at": f"{event.topic}/{event.partition}:{event.offset}",
-        "stage": event.stage,
-        "reason": event.reason,
-        "detail": event.detail,
-        "headers": dict(event.raw_headers),
-        "raw": _Verbatim(_verbatim(event.raw)),
-    }
-
-
-_SUMMARIES: dict[type[Event], Callable[[Any], Fields]] = {
-    TrajectoryFinished: _trajectory,
-    BatchCut: _cut,
-    GroupCompleted: _completed,
-    WeightsPublished: _published,
-    Metrics: _metrics,
-    DeadLetter: _letter,
-}
-
-
-class _Verbatim(str):
-    """A text that is shown whole."""
-
-
-def _pairs(fields: Mapping[str, Any]) -> str:
-    return " ".join(f"{name}={_short(value)}" for name, value in fields.items())
-
-
-def _short(value: Any) -> str:
-    """One value, abbreviated."""
-    if isinstance(value, _Verbatim):
-        return value
-    if isinstance(value, bytes):
-        return _verbatim(value) if len(value) <= LONGEST_TEXT else f"<{len(value)} bytes>"
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, float):
-        return f"{value:g}"
-    if isinstance(value, Mapping):
-        return "{" + _pairs({_text(str(name)): inner for name, inner in value.items()}) + "}"
-    if isinstance(value, msgspec.Struct):
-        return "(" + ",".join(_short(getattr(value, name)) for name in value.__struct_fields__) + ")"
-    if isinstance(value, (list, tuple)):
-        shown = ",".join(_short(item) for item in value[:SHOWN_ITEMS])
-        return f"[{shown}]" if len(value) <= SHOWN_ITEMS else f"[{shown},…{len(value)}]"
-    return str(value)
-
-
-def _text(text: str) -> str:
-    """Quoted when it has blanks or anything that a terminal would act on."""
-    if len(text) > LONGEST_TEXT:
-        text = text[: LONGEST_TEXT - 1] + "…"
-    plain = text.isprintable() and text and not any(sign in text for sign in ' "={}[]')
-    return text if plain else json.dumps(text, ensure_ascii=not text.isprintable())
-
-
-def _verbatim(value: Any) -> str:
-    if not isinstance(value, (bytes, bytearray, memoryview)):
-        return str(value)
-    raw = bytes(value)
-    more = len(raw) - VERBATIM_BYTES
-    return repr(raw[:VERBATIM_BYTES]) + (f"…+{more} bytes" if more > 0 else "")
-
-
-def _time(timestamp_ms: int) -> str:
-    moment = datetime.fromtimestamp(timestamp_ms / 1000, tz=timezone.utc)
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{timestamp_ms % 1000:03d}Z"
+def _coloured(value: Any) -> str:
+    colour = _COLOURS.get(type(value), "")
+    text = short(value)
+    if isinstance(value, Shown):
+        begin, end = "⟦", "⟧"
+        text = text.replace(begin, _YELLOW + begin).replace(end, end + _END)
+    return f"{colour}{text}{_END}" if colour else text
 
 
 # ---------------------------------------------------------------- JSON
-def as_json(topic: str, partition: int, entry: Entry) -> str:
-    """The whole entry as one JSON object on one line; token columns as lists, other bytes in base64."""
+def as_json(topic: str, partition: int, entry: Entry, text: Decoder | None = None) -> str:
+    """The whole entry as one JSON object on one line; `text` adds the tokens as text, in stretches."""
     shown: Fields = {
         "topic": topic,
         "partition": partition,
         "offset": entry.offset,
         "timestamp_ms": entry.timestamp_ms,
         "headers": _headers(entry),
-        "type": _type(entry),
+        "type": fields.type_of(entry) if entry.event is not None or entry.unknown is not None else "",
     }
-    if entry.event is not None or entry.unknown is not None:
-        shown["event"] = _whole(entry)
+    if entry.event is not None:
+        shown["event"] = fields.plain(entry.event)
+        if text is not None and isinstance(entry.event, TrajectoryFinished):
+            shown["text"] = _spoken(entry.event, text)
+    elif entry.unknown is not None:
+        shown["event"] = entry.unknown.fields
     else:
         raw = entry.record.value if entry.record is not None else b""
         shown |= {"problem": entry.problem, "raw": base64.b64encode(raw).decode()}
-    return msgspec.json.encode(shown).decode()
+    return _JSON.encode(shown).decode()
 
 
-def _type(entry: Entry) -> str:
-    if entry.event is not None:
-        return tag_of(entry.event)
-    return entry.unknown.type if entry.unknown is not None else ""
+# `repr` of what MessagePack has and JSON has not, such as extension types and keys that are no text
+_JSON = msgspec.json.Encoder(enc_hook=repr)
 
 
-def _whole(entry: Entry) -> Any:
-    if entry.unknown is not None:
-        return msgspec.to_builtins(entry.unknown.fields)
-    fields = msgspec.to_builtins(entry.event)
-    fields.pop("type", None)
-    if isinstance(entry.event, TrajectoryFinished):
-        for name, decode in _COLUMNS.items():
-            fields[name] = _decoded(decode, getattr(entry.event, name))
-    return fields
-
-
-def _decoded(decode: Callable[[bytes], Any], column: bytes) -> Any:
+def _spoken(event: TrajectoryFinished, text: Decoder) -> Fields:
     try:
-        return decode(column).tolist()
+        prompt = text(columns.decode_ids(event.prompt_ids).tolist())
+        parts = spoken(event, text)
     except CodecError as error:
-        return _Verbatim(f"<{error}> {_verbatim(column)}")
+        return {"problem": str(error)}
+    return {
+        "prompt": prompt,
+        "response": [{"trained": is_policy, "text": said} for is_policy, said in parts],
+    }
 
 
 def _headers(entry: Entry) -> dict[str, str]:
     headers = entry.record.headers if entry.record is not None else ()
-    return {name: value.decode("utf-8", "backslashreplace") for name, value in headers}
+    return {name: fields.text_of(value) for name, value in headers}
 
 
 # ---------------------------------------------------------------- kcat's format
-def formatter(template: str) -> Callable[[str, int, Entry], str]:
-    """A function (topic, partition, entry) → text for a format such as `%t/%p:%o %s\\n`. Raises ConfigError.
+Shower = Callable[[str, int, Entry], str]
+
+
+class Format(NamedTuple):
+    """A format such as `%t/%p:%o %s\\n`, ready for use. Make it with `formatter`."""
+
+    show: Shower
+    needs_event: bool  # whether a record must be decoded; the other signs are known before
+
+
+def formatter(template: str) -> Format:
+    """Raises ConfigError for a sign that is unknown.
 
     %t topic, %p partition, %o offset, %k id of the sample or group, %s the event as JSON, %S bytes of the stored
     value, %T milliseconds since 1970, %h headers, %% a percent sign; \\n \\t \\r \\0 \\\\ as in C.
     """
-    parts = list(_parse(template))
-    return lambda topic, partition, entry: "".join(
-        part if isinstance(part, str) else part(topic, partition, entry) for part in parts
-    )
+    literals, signs = _parse(template)
+    frame = "%s".join(literal.replace("%", "%%") for literal in literals)
+    getters = [_SIGNS[sign] for sign in signs]
+
+    def show(topic: str, partition: int, entry: Entry) -> str:
+        return frame % tuple([get(topic, partition, entry) for get in getters])
+
+    return Format(show, "s" in signs)
 
 
-def _parse(template: str):
-    signs = iter(template)
-    for sign in signs:
-        if sign not in "%\\":
-            yield sign
+def _parse(template: str) -> tuple[list[str], list[str]]:
+    """The texts before, between and after the signs of a format, and the signs."""
+    literals, signs = [""], []
+    letters = iter(template)
+    for letter in letters:
+        if letter not in "%\\":
+            literals[-1] += letter
             continue
-        code = next(signs, "")
-        known = _CODES if sign == "%" else _ESCAPES
+        code = next(letters, "")
+        known = (*_SIGNS, "%") if letter == "%" else tuple(_ESCAPES)
         if code not in known or not code:
-            names = " ".join(sign + name for name in known)
-            raise ConfigError(f"-f {template!r}: {sign + code!r} is unknown; known are {names}")
-        yield known[code]
+            names = " ".join(letter + name for name in known)
+            raise ConfigError(f"-f {template!r}: {letter + code!r} is unknown; known are {names}")
+        if letter == "%" and code != "%":
+            signs.append(code)
+            literals.append("")
+        else:
+            literals[-1] += _ESCAPES.get(code, code) if letter == "\\" else code
+    return literals, signs
 
 
-_CODES: dict[str, Any] = {
+def _identity(topic: str, partition: int, entry: Entry) -> str:
+    raw = entry.record.header("id") if entry.record is not None else None
+    return "" if raw is None else fields.text_of(raw)
+
+
+def _header_text(topic: str, partition: int, entry: Entry) -> str:
+    headers = entry.record.headers if entry.record is not None else ()
+    return ",".join([f"{name}={fields.text_of(value)}" for name, value in headers])
+
+
+def _payload(topic: str, partition: int, entry: Entry) -> str:
+    if entry.event is not None:
+        return _JSON.encode({"type": tag_of(entry.event), **fields.plain(entry.event)}).decode()
+    if entry.unknown is not None:
+        return _JSON.encode(entry.unknown.fields).decode()
+    return verbatim(entry.record.value if entry.record is not None else b"")
+
+
+_SIGNS: dict[str, Callable[[str, int, Entry], Any]] = {
     "t": lambda topic, partition, entry: topic,
-    "p": lambda topic, partition, entry: str(partition),
-    "o": lambda topic, partition, entry: str(entry.offset),
-    "k": lambda topic, partition, entry: _headers(entry).get("id", ""),
-    "s": lambda topic, partition, entry: _payload(entry),
-    "S": lambda topic, partition, entry: str(len(entry.record.value) if entry.record is not None else 0),
-    "T": lambda topic, partition, entry: str(entry.timestamp_ms),
-    "h": lambda topic, partition, entry: ",".join(
-        f"{name}={value}" for name, value in _headers(entry).items()
-    ),
-    "%": "%",
+    "p": lambda topic, partition, entry: partition,
+    "o": lambda topic, partition, entry: entry.offset,
+    "k": _identity,
+    "s": _payload,
+    "S": lambda topic, partition, entry: len(entry.record.value) if entry.record is not None else 0,
+    "T": lambda topic, partition, entry: entry.timestamp_ms,
+    "h": _header_text,
 }
-
-
-def _payload(entry: Entry) -> str:
-    if entry.event is None and entry.unknown is None:
-        return _verbatim(entry.record.value if entry.record is not None else b"")
-    return msgspec.json.encode(_whole(entry)).decode()

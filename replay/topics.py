@@ -33,12 +33,11 @@ def partition_rows(log: EventLog, topics: Topics) -> list[PartitionRow]:
 
     Groups of other runs on the same log are left out too, and those of this one are called by their roles.
     """
-    named = {group: role for group in log.groups() if (role := topics.role(group)) is not None}
-    hints = {role: log.hints(group) for group, role in named.items()}
-    known = log.topics()
+    ours = log.groups(topics.group(""))
+    hints = {role: log.hints(group) for group in ours if (role := topics.role(group)) is not None}
     rows = []
     for topic in map(topics.name, ALL_TOPICS):
-        for partition in range(known.get(topic, 0)):
+        for partition in range(log.partitions(topic)):
             place = TopicPartition(topic, partition)
             groups = {group: positions[place] for group, positions in hints.items() if place in positions}
             rows.append(PartitionRow(topic, partition, log.start(*place), log.end(*place), groups))
@@ -48,7 +47,7 @@ def partition_rows(log: EventLog, topics: Topics) -> list[PartitionRow]:
 def waiting(log: EventLog, topics: Topics, word: str, role: str) -> int:
     """Records of a topic that its readers have not read, as they hinted: quick, for display beside a live run."""
     hints, topic = log.hints(topics.group(role)), topics.name(word)
-    places = [TopicPartition(topic, partition) for partition in range(log.topics().get(topic, 0))]
+    places = [TopicPartition(topic, partition) for partition in range(log.partitions(topic))]
     begins = [hints[place] if place in hints else log.start(*place) for place in places]
     return sum(max(0, log.recent_end(*place) - begin) for place, begin in zip(places, begins, strict=True))
 

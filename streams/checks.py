@@ -17,6 +17,7 @@ MAX_RECORD_BYTES = (
 MAX_CLAIM_BYTES = 256 << 20  # in such a file (log.max_claim_bytes); what is larger is refused
 MOST_CLAIM_BYTES = 1 << 30  # that log.max_claim_bytes may be set to
 MAX_TIMESTAMP_MS = 1 << 62
+_NAMED = 16  # topics of an error's text: those of two runs
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")  # fits Kafka's topic names and a file name
 
@@ -69,8 +70,11 @@ def _identity(headers: Headers) -> str:
 
 
 def no_such(topic: str, partition: int, topics: dict[str, int]) -> UnknownTopic:
-    """The error for a topic or partition that does not exist; says what does."""
+    """The error for a topic or partition that does not exist; says what does: of many topics, those of the same run
+    first, and not all."""
     if topic in topics:
         return UnknownTopic(f"topic {topic!r} has partitions 0 to {topics[topic] - 1}, not {partition}")
-    known = ", ".join(sorted(topics)) or "none"
-    return UnknownTopic(f"no topic {topic!r}; this log has: {known}")
+    run = topic.rpartition(".")[0]
+    known = sorted(topics, key=lambda name: (name.rpartition(".")[0] != run, name))
+    more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+    return UnknownTopic(f"no topic {topic!r}; this log has: {', '.join(known[:_NAMED]) or 'none'}{more}")

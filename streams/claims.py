@@ -261,6 +261,9 @@ class ClaimCheck(EventLog):
     def topics(self) -> dict[str, int]:
         return self.inner.topics()
 
+    def partitions(self, topic: str) -> int:
+        return self.inner.partitions(topic)
+
     def start(self, topic: str, partition: int) -> int:
         return self.inner.start(topic, partition)
 
@@ -299,8 +302,8 @@ class ClaimCheck(EventLog):
     def hints(self, group: str) -> dict[TopicPartition, int]:
         return self.inner.hints(group)
 
-    def groups(self) -> list[str]:
-        return self.inner.groups()
+    def groups(self, beginning: str = "") -> list[str]:
+        return self.inner.groups(beginning)
 
 
 def _size(record: Record) -> int:

@@ -79,19 +79,33 @@ def decode_ids(column: bytes) -> NDArray[np.int32]:
     if code == _IDS_I32:
         return np.frombuffer(column, _I32, _count(column, 4, "token ids")).astype(np.int32)
     if code == _IDS_U18:
-        # size = 2 n + 2 ceil(n / 8), solved for n
-        size = len(column) - 1
-        count = (size * 8) // 18
-        while count and 2 * count + 2 * ((count + 7) // 8) > size:
-            count -= 1
+        count = _count_18(column)
         planes = (count + 7) // 8
-        if 2 * count + 2 * planes != size:
-            raise CodecError(f"token ids: {size} bytes fit no number of 18-bit ids")
         ids = np.frombuffer(column, _U16, count).astype(np.int32)
         bit16 = np.unpackbits(np.frombuffer(column, np.uint8, planes, 2 * count), count=count)
         bit17 = np.unpackbits(np.frombuffer(column, np.uint8, planes, 2 * count + planes), count=count)
         return ids | (bit16.astype(np.int32) << 16) | (bit17.astype(np.int32) << 17)
     raise CodecError(f"token ids: unknown column format {code}")
+
+
+def first_ids(column: bytes, most: int) -> tuple[list[int], int]:
+    """The first `most` token ids, and how many there are, without opening the rest. Raises CodecError."""
+    code = _code(column, "token ids")
+    if code != _IDS_U18:
+        width, letter = (2, "H") if code == _IDS_U16 else (4, "I")
+        if code not in (_IDS_U16, _IDS_I32):
+            raise CodecError(f"token ids: unknown column format {code}")
+        count = _count(column, width, "token ids")
+        return list(struct.unpack_from(f"<{min(most, count)}{letter}", column)), count
+    count = _count_18(column)
+    bit16, bit17 = 2 * count, 2 * count + (count + 7) // 8
+    ids = list(struct.unpack_from(f"<{min(most, count)}H", column))
+    if most <= 8 and count and not column[bit16] | column[bit17]:
+        return ids, count
+    for place in range(len(ids)):
+        byte, shift = place >> 3, 7 - (place & 7)
+        ids[place] |= (column[bit16 + byte] >> shift & 1) << 16 | (column[bit17 + byte] >> shift & 1) << 17
+    return ids, count
 
 
 def encode_logprobs(
@@ -118,6 +132,18 @@ def decode_logprobs(column: bytes) -> NDArray[np.float32]:
         steps = np.frombuffer(column, _U16, _count(column, 2, "log-probs")).astype(_F32)
         steps *= _FROM_STEPS
         return steps
+    raise CodecError(f"log-probs: unknown column format {code}")
+
+
+def first_logprobs(column: bytes, most: int) -> tuple[list[float], int]:
+    """The first `most` log-probs, and how many there are, without opening the rest. Raises CodecError."""
+    code = _code(column, "log-probs")
+    if code == _LOGPROBS_F32:
+        count = _count(column, 4, "log-probs")
+        return list(struct.unpack_from(f"<{min(most, count)}f", column)), count
+    if code == _LOGPROBS_FIXED:
+        count = _count(column, 2, "log-probs")
+        return [step / -1024 for step in struct.unpack_from(f"<{min(most, count)}H", column)], count
     raise CodecError(f"log-probs: unknown column format {code}")
 
 
@@ -248,3 +274,14 @@ def _count(column: bytes, width: int, what: str) -> int:
     if size % width:
         raise CodecError(f"{what}: {size} bytes are no whole number of {width}-byte values")
     return size // width
+
+
+def _count_18(column: bytes) -> int:
+    """Ids in a column of 18-bit ones: size = 2 n + 2 ceil(n / 8), solved for n."""
+    size = len(column) - 1
+    count = (size * 8) // 18
+    while count and 2 * count + 2 * ((count + 7) // 8) > size:
+        count -= 1
+    if 2 * count + 2 * ((count + 7) // 8) != size:
+        raise CodecError(f"token ids: {size} bytes fit no number of 18-bit ids")
+    return count

@@ -111,15 +111,20 @@ class EventLog(abc.ABC):
     def check_topic(self, topic: str, partitions: int, *, kept: bool = False) -> None:
         """Raise UnknownTopic when it does not exist, and TopicMismatch when it has another number of partitions or
         settings under which this log's promises would not hold, naming which."""
-        found = self.topics().get(topic)
-        if found is None:
+        found = self.partitions(topic)
+        if not found:
             raise UnknownTopic(f"topic {topic!r} does not exist")
         if found != partitions:
             raise TopicMismatch(f"topic {topic!r} has {found} partitions, {partitions} were asked for")
 
     @abc.abstractmethod
     def topics(self) -> dict[str, int]:
-        """Topic name → number of partitions."""
+        """Topic name → number of partitions, of all topics: many others may be on the same log, so this is for those
+        who show them. A question about one topic is `partitions`."""
+
+    def partitions(self, topic: str) -> int:
+        """Number of partitions of that topic; 0 while it does not exist."""
+        return self.topics().get(topic, 0)
 
     # -- writing
     @abc.abstractmethod
@@ -220,8 +225,8 @@ class EventLog(abc.ABC):
         """The positions last remembered for that group."""
 
     @abc.abstractmethod
-    def groups(self) -> list[str]:
-        """Names of the groups that have hints."""
+    def groups(self, beginning: str = "") -> list[str]:
+        """Names, in order, of the groups that have hints and begin so. Others' groups cost nothing then."""
 
     # -- retention
     @abc.abstractmethod

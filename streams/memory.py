@@ -112,6 +112,11 @@ class MemoryLog(EventLog):
             self._check_open()
             return self._counts()
 
+    def partitions(self, topic: str) -> int:
+        with self._store.changed:
+            self._check_open()
+            return len(self._store.topics.get(topic, ()))
+
     # -- writing
 
     def submit(self, topic: str, partition: int, records: Sequence[NewRecord]) -> Future[int]:
@@ -236,10 +241,10 @@ class MemoryLog(EventLog):
             self._check_open()
             return dict(self._store.hints.get(group, {}))
 
-    def groups(self) -> list[str]:
+    def groups(self, beginning: str = "") -> list[str]:
         with self._store.changed:
             self._check_open()
-            return sorted(self._store.hints)
+            return sorted(group for group in self._store.hints if group.startswith(beginning))
 
     # -- retention
 

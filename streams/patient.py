@@ -80,6 +80,9 @@ class PatientLog(EventLog):
     def topics(self) -> dict[str, int]:
         return self._patiently("the list of topics", self._log.topics)
 
+    def partitions(self, topic: str) -> int:
+        return self._patiently(f"the partitions of {topic}", lambda: self._log.partitions(topic))
+
     # -- writing
 
     def submit(self, topic: str, partition: int, records: Sequence[NewRecord]) -> Future[int]:
@@ -238,8 +241,8 @@ class PatientLog(EventLog):
     def hints(self, group: str) -> dict[TopicPartition, int]:
         return self._patiently(f"the hints of group {group}", lambda: self._log.hints(group))
 
-    def groups(self) -> list[str]:
-        return self._patiently("the list of groups", self._log.groups)
+    def groups(self, beginning: str = "") -> list[str]:
+        return self._patiently("the list of groups", lambda: self._log.groups(beginning))
 
     # -- retention and life
 

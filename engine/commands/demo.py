@@ -21,6 +21,7 @@ collector and trainer as processes of this machine, on an embedded log, asynchro
 minutes on two cores. Writes everything into a run directory, which every other command takes.
 With --kafka the log is Apache Kafka instead, shared by two engines and two reward daemons; without
 an address it is the node of `millstream broker start`, which is started if it does not run.
+With --engine sglang an SGLang server generates the samples, started by the rollout daemon.
 
 tasks:
   guess    find a number from 16 in at most 5 turns, from "too high" and "too low" (default)
@@ -28,6 +29,7 @@ tasks:
 EXAMPLE = """  millstream demo
   millstream demo --task reverse --seed 1 --plain
   millstream demo --slow-tools 0.9 --max-weight-staleness 3 --dir runs/slow
+  millstream demo --engine sglang --sglang-python .venv-sglang/bin/python
   millstream demo --kafka
   millstream demo --kafka 10.0.0.5:9092,10.0.0.6:9092"""
 
@@ -38,7 +40,9 @@ logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--task", choices=("guess", "reverse"), default="guess", help="default: guess")
+    parser.add_argument(
+        "--task", choices=("guess", "reverse"), help="default: guess; with --engine sglang: reverse"
+    )
     parser.add_argument("--plain", action="store_true", help="log lines instead of the live view")
     parser.add_argument("--max-steps", metavar="N", type=common.positive, help="stop after N training steps")
     parser.add_argument("--seed", metavar="S", type=common.natural, default=0, help="default: 0")
@@ -65,6 +69,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="log on Apache Kafka; without an address: on this machine's own node",
     )
     parser.add_argument(
+        "--engine",
+        choices=("torch", "sglang"),
+        default="torch",
+        help="where samples are generated: in the rollout daemon, or by an SGLang server (default torch)",
+    )
+    parser.add_argument(
+        "--sglang-python",
+        metavar="PYTHON",
+        default="",
+        help="interpreter that has SGLang, as in .venv-sglang/bin/python (make sglang); default: this one",
+    )
+    parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
@@ -83,11 +99,16 @@ def execute(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--slow-tools {args.slow_tools:g}: must be between 0 and {MOST_SIGMA:g}, usually 0.9"
         )
-    if args.slow_tools and args.task != "guess":
+    if args.sglang_python and args.engine != "sglang":
+        raise ConfigError(
+            f"--sglang-python {args.sglang_python}: goes with --engine sglang; add that, or remove it"
+        )
+    task_name = args.task or ("reverse" if args.engine == "sglang" else "guess")
+    if args.slow_tools and task_name != "guess":
         raise ConfigError(
             f"--slow-tools {args.slow_tools:g}: only --task guess uses tools; remove one of them"
         )
-    task, run_dir = get_task(args.task), args.dir or default_dir(args.task)
+    task, run_dir = get_task(task_name), args.dir or default_dir(task_name)
     config = demo_config(
         task,
         run_dir,
@@ -96,6 +117,8 @@ def execute(args: argparse.Namespace) -> int:
         max_weight_staleness=args.max_weight_staleness,
         slow_tools=args.slow_tools,
         log_url=_kafka_url(run_dir, args.kafka) if args.kafka else "",
+        engine=args.engine,
+        sglang_python=args.sglang_python,
         overrides=args.overrides,
     )
     common.setup_logging(config.run.log_level)
@@ -103,7 +126,7 @@ def execute(args: argparse.Namespace) -> int:
     rundir.make_run_dir(Path(config.run.dir))
     prepare(config, task)
     rundir.adopt(config)
-    return run_and_report(config, plain=args.plain, title=f"millstream demo · {args.task}")
+    return run_and_report(config, plain=args.plain, title=f"millstream demo · {task_name}")
 
 
 def _kafka_url(run_dir: Path, servers: str) -> str:

@@ -13,6 +13,8 @@ from engine.config import CONFIG_FILE, Config, dump_toml, fingerprint, load_conf
 from streams.errors import ConfigError, UnknownTopic
 from streams.events import RunStarted
 
+IMPORTED_FILE = "imported.json"  # in the directory of a run that `millstream import` made: where it came from
+
 
 def adopt(config: Config, *, rewrite: bool = True) -> Path:
     """Make the run directory, or check that it is this configuration's; leave the effective configuration in it.
@@ -61,7 +63,9 @@ def refuse_other_run(config: Config, *, patient: bool = True) -> None:
             "set these back, or give this run a directory of its own (run.dir)"
         )
     started = run_started(config, patient=patient)
-    if started is not None and started.config_fingerprint != ours:
+    # the model of an imported run may lie elsewhere than where it was trained: its own configuration was compared above
+    is_imported = recorded is not None and (run_dir / IMPORTED_FILE).is_file()
+    if started is not None and started.config_fingerprint != ours and not is_imported:
         raise ConfigError(
             f"{run_dir}: its ledger was begun by run {started.run!r} with the fingerprint "
             f"{started.config_fingerprint[:12]}, this configuration has {ours[:12]}: {_changed(started, config)}; "
@@ -96,9 +100,11 @@ def run_started(config: Config, *, patient: bool = True) -> RunStarted | None:
     topic = common.topics_of(config).name("ledger")
     reading = common.open_for_reading(config)
     with PatientLog(reading, stop=lambda: not patient, who=config.run.name) as log:
+        if not log.partitions(topic):
+            return None
         try:
             batch = log.read(topic, 0, log.start(topic, 0))
-        except UnknownTopic:
+        except UnknownTopic:  # it is being made
             return None
     for record in batch.records:
         if record.header("type") in (b"run_started", None):

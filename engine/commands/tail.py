@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from engine.commands import common
+from engine.commands import common, words
 from streams.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
-    from replay.records import Entry
+    from engine.settings import Config
+    from replay.picks import Pick
+    from replay.render import Look, Shower
+    from replay.tail import Start, Tail
+    from streams.log import EventLog
     from streams.topics import Topics
 
 NAME = "tail"
@@ -23,10 +28,18 @@ line; long arrays are abbreviated (--json has them whole); unknown types, dead l
 that cannot be read are shown verbatim. Reads by position: it commits nothing and joins no group, so
 it is safe beside a live run.
 
-topics: tasks, trajectories, rewards, groups, ledger, fleet, metrics, dead"""
+topics: tasks, trajectories, rewards, groups, ledger, fleet, metrics, dead
+
+--where EXPR compares fields of the event, as --json shows them, and of its record (partition, offset,
+timestamp_ms, type, headers.by, problem):
+  == != < <= > >=  =~ (regular expression)  in  not in  and  or  not  len(…)  null  [lists]  'texts'
+A field that is missing is null; null compares false. metadata.level and members.reward reach inside."""
 EXAMPLE = """  millstream tail runs/demo ledger -o -20 -e
   millstream tail runs/demo rewards -g 0-3 -e
+  millstream tail runs/demo rewards -e --where 'reward > 0.5 and finish_reason == "length"'
+  millstream tail runs/demo ledger -e --where 'type == "batch_cut" and "0-17" in drops.group_id'
   millstream tail runs/demo trajectories -c 1 --json
+  millstream tail runs/demo trajectories -o @2026-11-01T10:00:00Z -p 0,2 --tokenizer
   millstream tail runs/demo tasks -e -f '%p:%o %T %k\\n'"""
 
 logger = logging.getLogger(__name__)
@@ -42,13 +55,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="beginning",
         help="beginning (default), end, N, -N for the last N of each partition, @time (milliseconds or RFC 3339)",
     )
-    parser.add_argument(
+    until = parser.add_mutually_exclusive_group()
+    until.add_argument(
         "-e", "--exit", action="store_true", help="exit at the end instead of waiting for more"
     )
+    until.add_argument("--follow", action="store_true", help="wait for more at the end (the default)")
     parser.add_argument("-c", "--count", metavar="N", type=_count, help="exit after N records")
-    parser.add_argument("-p", "--partition", metavar="P", type=int, help="only this partition")
+    parser.add_argument(
+        "-p", "--partition", metavar="P", type=_partitions, help="only these partitions, as in 3 or 0,2"
+    )
     parser.add_argument("-g", "--group", metavar="ID", help="only records that name this group")
     parser.add_argument("-k", "--uid", metavar="UID", help="only records that name this sample")
+    parser.add_argument("--where", metavar="EXPR", help="only records that meet a condition, see above")
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
         "-f",
@@ -57,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="%%t topic, %%p partition, %%o offset, %%k id, %%s event, %%S size, %%T time, %%h headers, \\n newline",
     )
     how.add_argument("--json", action="store_true", help="one JSON object per record")
+    words.add_tokenizer(parser)
 
 
 def _count(text: str) -> int:
@@ -65,53 +84,178 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _partitions(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no partition and no list of them, such as 0,2")
+    return sorted({int(part) for part in parts})
+
+
+class _Place(NamedTuple):
+    """What is looked at."""
+
+    topic: str  # full name
+    word: str
+    partitions: list[int]
+
+
 def execute(args: argparse.Namespace) -> int:
     from replay.tail import Tail, parse_start
 
+    if args.format is not None and args.tokenizer is not None:
+        raise ConfigError("--tokenizer goes with lines and with --json, not with -f; remove one of them")
     config = common.load(args)
     common.setup_logging("warning")
-    topics = common.topics_of(config)
-    start, show = parse_start(args.offset), _shower(args, topics)
+    topics, start = common.topics_of(config), parse_start(args.offset)
+    picks = _picks(args)
     with common.open_for_reading(config) as log:
-        topic, count = _find(args.topic, topics, log.topics())
-        partitions = range(count) if args.partition is None else [args.partition]
-        if args.partition is not None and not 0 <= args.partition < count:
-            raise ConfigError(f"-p {args.partition}: {topic} has partitions 0 to {count - 1}")
+        place = _find(args, topics, log.topics())
+        _check_fields(picks, place)
+        show, opens = _shower(args, config, log, place)
         tail = Tail(
             log,
-            topic,
-            partitions,
+            place.topic,
+            place.partitions,
             start,
             until_end=args.exit,
             count=args.count,
-            group_id=args.group,
-            uid=args.uid,
+            picks=picks,
+            opens=opens,
+            on_wait=sys.stdout.flush,
         )
-        try:
-            for partition, entry in tail:
-                sys.stdout.write(show(topic, partition, entry))
-                if not args.exit:
-                    sys.stdout.flush()
-        finally:
-            if tail.lost:
-                logger.warning("%d records were removed by retention before they could be shown", tail.lost)
+        _say_where_it_starts(log, place, start, args)
+        _show_all(tail, place, show)
+        if args.exit and not tail.shown:
+            _say_why_nothing(tail, log, place, start, args)
     return 0
 
 
-def _shower(args: argparse.Namespace, topics: Topics) -> Callable[[str, int, Entry], str]:
+def _show_all(tail: Tail, place: _Place, show: Shower) -> None:
+    write, topic = sys.stdout.write, place.topic
+    try:
+        for partition, entry in tail:
+            write(show(topic, partition, entry))
+    finally:
+        if tail.lost:
+            logger.warning("%d records were removed by retention before they could be shown", tail.lost)
+
+
+# ---------------------------------------------------------------- what is looked at
+def _find(args: argparse.Namespace, topics: Topics, known: dict[str, int]) -> _Place:
+    """The topic given by its word or its full name, and its partitions."""
+    for name in (args.topic, f"{topics.run}.{args.topic}"):
+        if name in known:
+            break
+    else:
+        names = ", ".join(topics.word(name) for name in sorted(known)) or "none yet"
+        raise ConfigError(f"no topic {args.topic!r} in this run; it has {names}")
+    count = known[name]
+    partitions = list(range(count)) if args.partition is None else args.partition
+    if partitions[-1] >= count:
+        has = "partition 0 alone" if count == 1 else f"partitions 0 to {count - 1}"
+        raise ConfigError(f"-p {partitions[-1]}: {name} has {has}")
+    return _Place(name, topics.word(name), partitions)
+
+
+def _picks(args: argparse.Namespace) -> list[Pick]:
+    from replay.picks import Meets, NamesGroup, NamesSample
+    from replay.where import parse_where
+
+    picks: list[Pick] = []
+    if args.group is not None:
+        picks.append(NamesGroup(args.group))
+    if args.uid is not None:
+        picks.append(NamesSample(args.uid))
+    if args.where is not None:
+        picks.append(Meets(parse_where(args.where)))
+    return picks
+
+
+def _check_fields(picks: Sequence[Pick], place: _Place) -> None:
+    """Refuse a field that no event of the topic has. What an event of an unknown type holds is `event.name`."""
+    from typing import get_args
+
+    from replay.picks import Meets
+    from replay.where import names_of
+    from streams.catalogue import TOPICS
+
+    if place.word not in TOPICS:
+        return
+    union = TOPICS[place.word][1]
+    for pick in picks:
+        if isinstance(pick, Meets):
+            pick.where.check(names_of(get_args(union) or (union,)), place.word)
+
+
+# ---------------------------------------------------------------- how it is shown
+def _shower(args: argparse.Namespace, config: Config, log: EventLog, place: _Place) -> tuple[Shower, bool]:
+    """What makes the text of an entry, and whether it needs the event."""
     from replay import render
 
     if args.format is not None:
         return render.formatter(args.format)
+    text = words.decoder(args, config)
     if args.json:
-        return lambda topic, partition, entry: render.as_json(topic, partition, entry) + "\n"
-    return lambda topic, partition, entry: render.line(topics.word(topic), partition, entry) + "\n"
+        return lambda topic, partition, entry: render.as_json(topic, partition, entry, text) + "\n", True
+    look, word = _look(log, place) if _is_terminal() else render.PLAIN, place.word
+    if text is not None:
+        look = look._replace(text=text)
+    return lambda topic, partition, entry: render.line(word, partition, entry, look) + "\n", True
 
 
-def _find(asked: str, topics: Topics, known: dict[str, int]) -> tuple[str, int]:
-    """Full name and partitions of a topic given by its word or its full name."""
-    for name in (asked, f"{topics.run}.{asked}"):
-        if name in known:
-            return name, known[name]
-    words = ", ".join(topics.word(name) for name in sorted(known)) or "none yet"
-    raise ConfigError(f"no topic {asked!r} in this run; it has {words}")
+def _look(log: EventLog, place: _Place) -> Look:
+    """Columns as wide as the longest place and the usual type; colours unless they are unwanted."""
+    from replay.render import Look
+
+    longest = max(len(f"{place.word}/{p}:{log.end(place.topic, p)}") for p in place.partitions)
+    is_coloured = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Look(longest, len("trajectory_finished"), is_coloured)
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+# ---------------------------------------------------------------- what is said beside it, on stderr
+def _say_where_it_starts(log: EventLog, place: _Place, start: Start, args: argparse.Namespace) -> None:
+    """A time after the last record is no error: the record may come."""
+    from replay.render import time_text
+    from replay.tail import TIME, newest_ms
+
+    if start.kind != TIME or any(
+        start.position(log, place.topic, p) < log.end(place.topic, p) for p in place.partitions
+    ):
+        return
+    newest = newest_ms(log, place.topic, place.partitions)
+    last = "it is empty" if newest is None else f"its newest is of {time_text(newest)}"
+    logger.warning(
+        "%s has no record of %s or later, %s%s",
+        place.word,
+        time_text(start.value),
+        last,
+        "" if args.exit else "; waiting for one",
+    )
+
+
+def _say_why_nothing(
+    tail: Tail, log: EventLog, place: _Place, start: Start, args: argparse.Namespace
+) -> None:
+    from replay.tail import TIME
+
+    where = f"partition {','.join(map(str, args.partition))} of " if args.partition is not None else ""
+    if tail.looked_at:
+        wanted = [
+            f"names {what} {name}" for what, name in (("group", args.group), ("sample", args.uid)) if name
+        ]
+        wanted += [f"meets {args.where!r}"] if args.where is not None else []
+        logger.warning(
+            "none of the %d records of %s%s that were looked at %s",
+            tail.looked_at,
+            where,
+            place.word,
+            " and ".join(wanted),
+        )
+    elif all(log.end(place.topic, p) == log.start(place.topic, p) for p in place.partitions):
+        logger.warning("%s%s is empty", where, place.word)
+    elif start.kind != TIME:
+        logger.warning("%s%s has no record from %s on", where, place.word, args.offset)

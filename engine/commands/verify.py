@@ -51,12 +51,12 @@ class RunFiles:
         self._run_dir = run_dir
 
     def weights_digest(self, published: WeightsPublished) -> str | None:
-        from engine.weights import tensors
+        from engine.weights import chain
 
         uri = published.uris.get("disk")
         if uri is None or not (self._run_dir / uri).exists():
             return None
-        return tensors.digest_raw(tensors.read_raw(self._run_dir / uri))
+        return chain.digest_of(self._run_dir / uri)
 
     def checkpoint_digest(self, saved: CheckpointSaved) -> str | None:
         from engine.trainer.checkpoint import CheckpointFound, open_checkpoint

@@ -355,7 +355,7 @@ def finished_at(config: Config, *, stop: Callable[[], bool] = lambda: False) -> 
     reading = common.open_for_reading(config, interrupted=lambda: stop() or time.monotonic() > give_up)
     with reading as log:
         try:
-            if common.topics_of(config).name("ledger") not in log.topics():
+            if not log.partitions(common.topics_of(config).name("ledger")):
                 return None
             ledger = Ledger(log, common.topics_of(config))
             ledger.catch_up()

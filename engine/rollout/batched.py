@@ -30,13 +30,14 @@ from engine.rollout.loading import (
     ENGINE_CLOSED,
     ENGINE_DIED,
     NO_WEIGHTS,
+    Loader,
     PauseMode,
-    load_verified,
     weights_id,
 )
+from engine.rollout.receiving import GroupReceiver, on_a_thread
 from engine.rollout.torch_decoder import Decoder, Outcome, Request
 from engine.rollout.torch_model import ServedModel
-from streams.events import WeightsPublished
+from streams.events import TransferGroupFormed, WeightsPublished
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,14 @@ _Command = Callable[[], None]
 class BatchedEngine:
     """Serves the model of a local Hugging Face folder (config, weights, tokenizer).
 
+    It takes versions from files and, as one rank of a transfer group, by broadcast: both into new memory, while it
+    goes on generating with what it holds; only the exchange of the two holds it up.
+
     `pause_mode`: running requests at an update keep their tokens and have their cache recomputed ("retract"), keep
     both ("in_place"), or end as "aborted". `threads`: torch's intra-op threads (of the whole process).
     """
+
+    n_ranks = 1
 
     def __init__(
         self,
@@ -68,6 +74,9 @@ class BatchedEngine:
         self.name, self.seed = name, seed
         self.pause_mode: PauseMode = pause_mode
         self._model = ServedModel(folder, dtype=dtype, device=device, attn_implementation=attn_implementation)
+        self._loader = Loader("torch")
+        self.device = self._model.device.type
+        self._receiver = GroupReceiver(str(self._model.device))
         self._decoder = Decoder(self._model, max_forward_tokens=max_forward_tokens)
         self._inbox: queue.SimpleQueue[list[Request] | _Command | None] = queue.SimpleQueue()
         self._fresh: list[Request] = []  # made in this turn of the event loop
@@ -112,12 +121,42 @@ class BatchedEngine:
         self._check_open()
         self._loop = loop = asyncio.get_running_loop()
         checked = await loop.run_in_executor(None, self._read, published, path)
-        done: asyncio.Future[float] = loop.create_future()
+        return await self._exchange(published, checked)
+
+    async def _exchange(self, published: WeightsPublished, checked: dict[str, torch.Tensor]) -> float:
+        done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._inbox.put(functools.partial(self._swap, checked, weights_id(published), done))
         return await done
 
+    async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
+        self._check_open()
+        await on_a_thread(self._receiver.join, formed, first_rank, name=f"{self.name} joins")
+
+    async def leave_group(self, group: str) -> None:
+        self._receiver.leave(group)
+
+    async def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> float:
+        self._check_open()
+        self._loop = asyncio.get_running_loop()
+        checked = await on_a_thread(
+            self._received, published, group, bucket_bytes, name=f"{self.name} receives"
+        )
+        self._check_open()
+        return await self._exchange(published, checked)
+
+    def _received(
+        self, published: WeightsPublished, group: str, bucket_bytes: int
+    ) -> dict[str, torch.Tensor]:
+        tensors = self._receiver.receive(published, group, bucket_bytes)
+        checked = self._model.check(tensors)
+        self._loader.took(published, tensors)
+        return checked
+
+    def checksum(self) -> str:
+        return ""
+
     def _read(self, published: WeightsPublished, path: Path) -> dict[str, torch.Tensor]:
-        return self._model.check(load_verified(published, path, "torch"))
+        return self._model.check(self._loader.load(published, path))
 
     async def abort(self, request_id: str) -> None:
         for request in self._fresh:
@@ -127,6 +166,7 @@ class BatchedEngine:
 
     async def close(self) -> None:
         self._error = self._error or EngineError(ENGINE_CLOSED, f"{self.name} was closed")
+        self._receiver.close()
         self._inbox.put(None)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, 5.0)
         for request in self._fresh:

@@ -33,14 +33,15 @@ from engine.rollout.loading import (
     ENGINE_CLOSED,
     ENGINE_DIED,
     NO_WEIGHTS,
+    Loader,
     PauseMode,
-    load_verified,
+    disk_only,
     weights_id,
 )
 from engine.rollout.torch_model import ServedModel
 from streams.columns import VersionRun
 from streams.errors import ConfigError
-from streams.events import WeightsPublished
+from streams.events import TransferGroupFormed, WeightsPublished
 
 _CLOSE_S = 5.0
 _CPU_PAGE, _CPU_BATCH_TOKENS = 32, 2048
@@ -101,6 +102,8 @@ class ContinuousEngine:
     `max_cached_tokens`: size of the key-value cache; None: what the device has room for (on a CPU 65,536).
     """
 
+    n_ranks, device = 0, "cpu"
+
     def __init__(
         self,
         folder: Path,
@@ -120,6 +123,7 @@ class ContinuousEngine:
             torch.set_num_threads(threads)
         self.name, self.pause_mode, self._temperature = name, pause_mode, temperature
         self._model = ServedModel(folder, dtype=dtype, device=device, attn_implementation=attn_implementation)
+        self._loader = Loader("torch")
         self._manager = _manager(self._model, temperature, seed, max_concurrency, max_cached_tokens)
         self._held: WeightsId | None = None
         self._closed = False
@@ -183,7 +187,19 @@ class ContinuousEngine:
         return stall_s
 
     def _read(self, published: WeightsPublished, path: Path) -> dict[str, torch.Tensor]:
-        return self._model.check(load_verified(published, path, "torch"))
+        return self._model.check(self._loader.load(published, path))
+
+    async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
+        raise disk_only(self.name)
+
+    async def leave_group(self, group: str) -> None:
+        pass
+
+    async def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> float:
+        raise disk_only(self.name)
+
+    def checksum(self) -> str:
+        return ""
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._live and self._held is not None:

@@ -22,8 +22,9 @@ from consumers.ledger import Ledger
 from consumers.losses import Losses, OnLost
 from consumers.runner import Clock, Reader, now_ms, recover
 from engine.rollout.publisher import Lane
+from engine.rollout.receiving import Action, Transfers
 from streams.errors import LogFull, LogUnavailable
-from streams.events import RolloutFailed, TaskDispatched, TrajectoryFinished
+from streams.events import Event, RolloutFailed, TaskDispatched, TrajectoryFinished, WeightsPublished
 from streams.log import EventLog, Membership, TopicPartition
 from streams.topics import Topics
 
@@ -65,6 +66,8 @@ class _Place:
 
 
 Deliver = Callable[["list[Member]"], None]
+# What is to be done about broadcasts, and the newest version that this takes account of.
+DeliverActions = Callable[["list[Action]", "WeightsPublished | None"], None]
 
 
 class Intake:
@@ -72,6 +75,7 @@ class Intake:
 
     `ledger` is read by the worker too (attributes only); `room` says how many more samples it wants waiting, and
     `is_settled` whether all that was sent of a partition is in the log: one that comes back is not rebuilt before.
+    `transfers` are followed for an engine that takes part in broadcasts; `act` gets their news, before `deliver`.
     """
 
     def __init__(
@@ -85,6 +89,8 @@ class Intake:
         deliver: Deliver,
         room: Callable[[], int],
         is_settled: Callable[[int], bool] = lambda partition: True,
+        transfers: Transfers | None = None,
+        act: DeliverActions = lambda actions, published: None,
         on_lost: OnLost = "stop",
         clock: Clock = now_ms,
         poll: timedelta = timedelta(milliseconds=100),
@@ -98,6 +104,8 @@ class Intake:
         self.already_closed = 0  # tasks of groups that had their outcome
         self._name, self._replica, self._replicas = name, replica, replicas
         self._deliver, self._room, self._is_settled = deliver, room, is_settled
+        self._transfers, self._act = transfers, act
+        self._unmatched: list[Event] = []  # of the ledger, not yet seen by `transfers`
         self._places: dict[int, _Place] = {}
         self._membership: Membership | None = None
         self._generation: int | None = None
@@ -156,7 +164,9 @@ class Intake:
     def _round(self) -> bool:
         """One look at everything; True if there was news."""
         news = self._rebalance()
-        news = bool(self.ledger.catch_up()) or news
+        fresh = [event for _, event in self.ledger.catch_up()]
+        self._follow_transfers(fresh)
+        news = bool(fresh) or news
         if news:
             self._deliver([])
         room = self._room()
@@ -169,6 +179,15 @@ class Intake:
                 self._deliver(members)
                 news = True
         return news
+
+    def _follow_transfers(self, fresh: list[Event]) -> None:
+        if self._transfers is None:
+            return
+        self._unmatched += fresh
+        actions = self._transfers.catch_up(self._unmatched, self.ledger.epoch)
+        if actions or self._unmatched:
+            self._unmatched = []
+            self._act(actions, self.ledger.published)
 
     def _rebalance(self) -> bool:
         """True if a partition came or went."""
@@ -202,6 +221,8 @@ class Intake:
 
     def _watched(self) -> dict[TopicPartition, int]:
         watched = {TopicPartition(self.topics.name("ledger"), 0): self.ledger.position}
+        if self._transfers is not None:
+            watched |= self._transfers.watched
         if self._room() > 0:
             for partition, place in self._places.items():
                 watched[TopicPartition(self.topics.name("tasks"), partition)] = place.position

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from engine.interfaces import EngineError, WeightsId
 from streams.events import WeightsPublished
@@ -15,6 +15,7 @@ FATAL = frozenset({ENGINE_CLOSED, ENGINE_DIED})
 
 NO_WEIGHTS = "no_weights"
 WEIGHTS_UNREADABLE, WEIGHTS_MISMATCH = "weights_unreadable", "weights_mismatch"
+TRANSFER_FAILED = "transfer_failed"
 
 PauseMode = Literal["retract", "in_place", "abort"]
 Locate = Callable[[WeightsPublished], Path]
@@ -22,6 +23,13 @@ Locate = Callable[[WeightsPublished], Path]
 
 def weights_id(published: WeightsPublished) -> WeightsId:
     return WeightsId(published.epoch, published.version, published.digest)
+
+
+def disk_only(name: str) -> EngineError:
+    """For an engine with `n_ranks` 0."""
+    return EngineError(
+        TRANSFER_FAILED, f"{name} is no member of transfer groups; it takes versions from disk"
+    )
 
 
 def on_disk(run_dir: Path) -> Locate:
@@ -39,35 +47,67 @@ def on_disk(run_dir: Path) -> Locate:
     return locate
 
 
-def load_verified(
-    published: WeightsPublished, path: Path, framework: Literal["numpy", "torch"]
-) -> dict[str, Any]:
-    """A copy of a version's tensors whose digest equals the one that the trainer published.
+class _Held(NamedTuple):
+    digest: str
+    tensors: dict[str, Any]
 
-    The guarantee "an engine never takes weights that are not the published ones" lives here. Tied names share
-    memory. Raises EngineError("weights_unreadable") or EngineError("weights_mismatch").
+
+class Loader:
+    """Reads versions for one engine, each whole and verified.
+
+        loader = Loader("torch")
+        tensors = loader.load(published, path)  # a full file, or a delta with the files of its chain beside it
+
+    The guarantee "an engine never takes weights that are not the published ones" lives here. Once deltas come, the
+    tensors of the last version stay here too, so that a delta on them reads nothing else; an engine that serves these
+    very tensors pays no memory for it.
     """
-    from engine.weights import store
 
-    if published.kind != "full":
-        raise EngineError(
-            WEIGHTS_UNREADABLE,
-            f"version {published.version} is of kind {published.kind!r}; this engine takes full versions only",
-        )
-    try:
-        mapped = store.read(path, framework)
-        copies: dict[int, Any] = {}  # the file is mapped: what is digested must be what is kept
-        for tensor in mapped.values():
-            if id(tensor) not in copies:
-                copies[id(tensor)] = tensor.clone() if framework == "torch" else tensor.copy()
-        tensors = {name: copies[id(tensor)] for name, tensor in mapped.items()}
-        digest = store.digest(tensors)
-    except Exception as error:  # missing, torn, not permitted, …: any of them means it cannot be used
-        raise EngineError(WEIGHTS_UNREADABLE, f"version {published.version}: {error}") from error
-    if digest != published.digest:
-        raise EngineError(
-            WEIGHTS_MISMATCH,
-            f"{path.name} has digest {digest[:16]}, version {published.version} was published as "
-            f"{published.digest[:16]}",
-        )
-    return tensors
+    def __init__(self, framework: Literal["numpy", "torch"]) -> None:
+        self._framework: Literal["numpy", "torch"] = framework
+        self._held: _Held | None = None  # the last version
+
+    def load(self, published: WeightsPublished, path: Path) -> dict[str, Any]:
+        """A version's tensors in memory of their own, whose digest equals the one that the trainer published.
+
+        Tied names share memory. They must not be changed in place: the next delta builds on them. Raises
+        EngineError("weights_unreadable") or EngineError("weights_mismatch").
+        """
+        if published.kind not in ("full", "delta"):
+            detail = f"version {published.version} is of kind {published.kind!r}, neither full nor a delta"
+            raise EngineError(WEIGHTS_UNREADABLE, detail)
+        held = self._held
+        tensors, digest = self._read(published, path, held)
+        if digest != published.digest and held is not None:  # what is held was changed in place, perhaps
+            self._held = None
+            tensors, digest = self._read(published, path, None)
+        if digest != published.digest:
+            raise EngineError(
+                WEIGHTS_MISMATCH,
+                f"{path.name} has digest {digest[:16]}, version {published.version} was published as "
+                f"{published.digest[:16]}",
+            )
+        if held is not None or published.kind == "delta":
+            self._held = _Held(digest, tensors)
+        return tensors
+
+    def took(self, published: WeightsPublished, tensors: dict[str, Any]) -> None:
+        """The engine took this version by another way; the next delta builds on it."""
+        if self._held is not None:
+            self._held = _Held(published.digest, tensors)
+
+    def _read(
+        self, published: WeightsPublished, path: Path, held: _Held | None
+    ) -> tuple[dict[str, Any], str]:
+        from engine.weights import chain, store
+
+        try:
+            tensors = chain.load(
+                path,
+                self._framework,
+                held=held.tensors if held is not None else None,
+                digest=held.digest if held is not None else "",
+            )
+            return tensors, store.digest(tensors)
+        except Exception as error:  # missing, torn, not permitted, …: any of them means it cannot be used
+            raise EngineError(WEIGHTS_UNREADABLE, f"version {published.version}: {error}") from error

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from engine.interfaces import Completion, EngineError, Sampling, WeightsId
-from engine.rollout.loading import ENGINE_CLOSED, NO_WEIGHTS, PauseMode, load_verified, weights_id
+from engine.rollout.loading import ENGINE_CLOSED, NO_WEIGHTS, Loader, PauseMode, disk_only, weights_id
 from engine.rollout.text import ByteTokenizer, TokenText, WordTokenizer
 from streams.columns import VersionRun, merge_runs
 from streams.errors import ConfigError
-from streams.events import WeightsPublished
+from streams.events import TransferGroupFormed, WeightsPublished
 
 Weights = Mapping[str, Any]
 Answer = Callable[[Sequence[int], Sampling, random.Random, Weights], "tuple[list[int], list[float]]"]
@@ -37,6 +37,8 @@ class ScriptedEngine:
 
     `token_s` is the time of one token; 0 answers at once. `fault` bends completions (see `fault_of`).
     """
+
+    n_ranks, device = 0, "cpu"
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class ScriptedEngine:
         self._answer, self._seed, self._fault = answer, seed, fault
         self._token_s, self._update_s, self._pause_mode = token_s, update_s, pause_mode
         self._held: WeightsId | None = None
+        self._loader = Loader("numpy")
         self._weights: Weights = {}
         self._closed = False
         self._running: set[str] = set()
@@ -100,9 +103,8 @@ class ScriptedEngine:
 
     async def update(self, published: WeightsPublished, path: Path) -> float:
         self._check_open()
-        weights = await asyncio.get_running_loop().run_in_executor(
-            None, load_verified, published, path, "numpy"
-        )
+        loop = asyncio.get_running_loop()
+        weights = await loop.run_in_executor(None, self._loader.load, published, path)
         started = time.monotonic()
         if self._update_s:
             await asyncio.sleep(self._update_s)
@@ -110,6 +112,18 @@ class ScriptedEngine:
             self._aborted |= self._running
         self._weights, self._held = weights, weights_id(published)
         return time.monotonic() - started
+
+    async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
+        raise disk_only(self.name)
+
+    async def leave_group(self, group: str) -> None:
+        pass
+
+    async def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> float:
+        raise disk_only(self.name)
+
+    def checksum(self) -> str:
+        return ""
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._running:

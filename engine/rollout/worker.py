@@ -32,10 +32,11 @@ from engine.rollout.intake import Intake, Member
 from engine.rollout.loading import FATAL, Locate
 from engine.rollout.outcomes import Outcomes
 from engine.rollout.publisher import Publisher
+from engine.rollout.receiving import Action, Transfers
 from engine.rollout.text import TokenText
 from engine.rollout.watch import WeightsWatch
 from streams.columns import LogprobFormat
-from streams.events import EngineJoined, EngineLeft, Metrics
+from streams.events import EngineJoined, EngineLeft, Metrics, WeightsPublished
 from streams.log import EventLog
 from streams.topics import Topics
 from streams.trajectory import SampleData
@@ -102,6 +103,8 @@ class RolloutWorker:
             deliver=self._deliver,
             room=lambda: self._room,
             is_settled=self.publisher.is_settled,
+            transfers=Transfers(log, topics, engine.name) if engine.n_ranks else None,
+            act=self._act,
             on_lost=on_lost,
             clock=clock,
         )
@@ -167,7 +170,13 @@ class RolloutWorker:
     def _joined(self) -> EngineJoined:
         host, pid = socket.gethostname(), os.getpid()
         return EngineJoined(
-            engine=self.engine.name, replica=self.replica, host=host, pid=pid, at_ms=self.clock()
+            engine=self.engine.name,
+            replica=self.replica,
+            host=host,
+            pid=pid,
+            n_ranks=self.engine.n_ranks,
+            device=self.engine.device,
+            at_ms=self.clock(),
         )
 
     def _raise_errors(self) -> None:
@@ -224,6 +233,10 @@ class RolloutWorker:
         # counted here, on the intake's thread, so that it does not read on before the loop has woken
         self._room -= len(members)
         self._loop.call_soon_threadsafe(self._take_in, members)
+
+    def _act(self, actions: list[Action], published: WeightsPublished | None) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.watch.act, actions, published)
 
     def _take_in(self, members: list[Member]) -> None:
         for member in members:

@@ -21,10 +21,10 @@ WARMUP_STEPS = 20
 _IGNORED = -100
 
 
-def make_demo_model(task: Task, folder: Path, seed: int) -> Path:
+def make_demo_model(task: Task, folder: Path, seed: int, architecture: tiny.Architecture = "gpt2") -> Path:
     """Build the tiny model of `task`, warm it up with the recommended settings, save it; returns `folder`."""
     tokenizer = tiny.build_tokenizer(task)
-    model = tiny.build_model(task, seed)
+    model = tiny.build_model(task, seed, architecture)
     warm_start(model, tokenizer, task, seed)
     tiny.save(folder, model, tokenizer)
     return folder

@@ -37,6 +37,7 @@ from engine.trainer.publisher import Publisher
 from engine.trainer.resume import History, Start, resume
 from engine.trainer.saver import Saver
 from engine.trainer.settings import LoopSettings
+from engine.weights.sender import Sender
 from engine.weights.store import WeightStore, digest, snapshot
 from streams import codec
 from streams.errors import ConfigError, Fenced, LogFull, LogUnavailable, MillstreamError
@@ -75,8 +76,14 @@ class _Stopped(Exception):
     """Asked to stop in the middle of a recovery or of a wait."""
 
 
+MakeSender = Callable[[int], Sender]  # of an epoch
+
+
 class Trainer:
-    """`Trainer(log, topics, backend, store, settings, checkpoints).run(stop)` → exit code."""
+    """`Trainer(log, topics, backend, store, settings, checkpoints).run(stop)` → exit code.
+
+    `make_sender`: for versions that are broadcast too; None: engines take files alone.
+    """
 
     def __init__(
         self,
@@ -87,6 +94,7 @@ class Trainer:
         settings: LoopSettings,
         checkpoints: Path,
         *,
+        make_sender: MakeSender | None = None,
         clock: Clock = now_ms,
         poll: timedelta = timedelta(milliseconds=100),
     ) -> None:
@@ -105,6 +113,7 @@ class Trainer:
         self._ended_at = time.monotonic()  # of the last step
         self._checkpointed = 0
         self._stop: Stop = lambda: False
+        self._make_sender, self._sender = make_sender, None
         self._incarnation = f"trainer-{os.getpid()}-{secrets.token_hex(4)} on {socket.gethostname()}"
 
     # -- life
@@ -125,7 +134,9 @@ class Trainer:
         for cut, bad in start.unrecorded:  # killed between the cut and its StepSkipped
             self._append_skipped(cut, bad)
         self.buffer = self._buffer(start)
-        self._publisher = Publisher(self._write_weights, self._append)
+        if self._make_sender is not None:
+            self._sender = self._make_sender(self.epoch)
+        self._publisher = Publisher(self._write_weights, self._append, self._sender)
         self._saver = Saver()
         self._publish(forked_at=start.forked_at)
 
@@ -156,6 +167,8 @@ class Trainer:
         """End the threads that write. A version on its way is finished; so is a checkpoint, if that is quick: one that
         is abandoned was not announced, and is no loss."""
         self._publisher.close()
+        if self._sender is not None:
+            self._sender.close()
         try:
             self._saver.flush(SAVE_LAST)
         except TimeoutError:

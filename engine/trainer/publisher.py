@@ -1,6 +1,7 @@
 """Publishing weights beside the training step, in order of versions.
 
     trainer ── snapshot of version v ──► queue (1) ──► file written, synced, renamed ──► WeightsPublished(v)
+                                                                         └ and, beside all this, sent to a group
 
 The step never waits for a disk; it waits here only when two versions are already on their way. A full disk is waited
 for, since nobody can go on without the version. One that could not be written for another reason is not announced,
@@ -16,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -41,6 +42,14 @@ def _no_beat() -> None:
     pass
 
 
+class Broadcasts(Protocol):
+    """As engine/weights/sender.py: neither call waits for an engine."""
+
+    def prepare(self, published: WeightsPublished) -> WeightsPublished: ...
+
+    def send(self, published: WeightsPublished, tensors: Mapping[str, Any]) -> None: ...
+
+
 class _Job(NamedTuple):
     tensors: Mapping[str, Any]
     version: int
@@ -52,11 +61,11 @@ class Publisher:
     """`publish` hands a version over; `flush` waits for all; `close` ends the thread.
 
     `beat` is called now and then in every wait: it may raise, to be asked to stop or because another trainer has the
-    run. What was not published by then is made again from the ledger.
+    run. What was not published by then is made again from the ledger. `sender`: None, engines take files alone.
     """
 
-    def __init__(self, write: Write, announce: Announce) -> None:
-        self._write, self._announce = write, announce
+    def __init__(self, write: Write, announce: Announce, sender: Broadcasts | None = None) -> None:
+        self._write, self._announce, self._sender = write, announce, sender
         self._jobs: queue.Queue[_Job | None] = queue.Queue(maxsize=1)
         self._error: BaseException | None = None
         self._idle = threading.Event()
@@ -146,8 +155,12 @@ class Publisher:
         event = self._written(job)
         if job.forked_at >= 0:
             event = msgspec.structs.replace(event, forked_at=job.forked_at)
+        if self._sender is not None:
+            event = self._sender.prepare(event)
         self._announce(event)
         self.digests[job.version] = event.digest
+        if self._sender is not None:
+            self._sender.send(event, job.tensors)
 
     def _written(self, job: _Job) -> WeightsPublished:
         """Raises NoRoom only when the trainer ends meanwhile."""

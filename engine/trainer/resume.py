@@ -1,6 +1,6 @@
 """Where a trainer starts: the newest checkpoint that a valid record names, then the ledger after it, replayed.
 
-Recovery is the same code as the live step (`train_batch`, `backend.step`), so the weights come out as if nothing
+Recovery is the same code as replay (`engine.trainer.rerun`) and as the live step, so the weights come out as if nothing
 had happened. Versions that are made again are compared by digest with the published ones: as far as they agree they
 are the same versions; from the first that differs on, the old ones count as the fork point (DESIGN §7).
 """
@@ -8,23 +8,20 @@ are the same versions; from the first that differs on, the old ones count as the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from consumers.ledger import Frontier, Ledger
-from consumers.staleness import Lineage
 from engine.interfaces import BadStep, TrainerBackend
-from engine.trainer.checkpoint import CheckpointFound, open_checkpoint
-from engine.trainer.payloads import BadPayload, Payloads, train_batch
-from streams.errors import LogError
-from streams.events import BatchCut, CheckpointSaved, Event, StepSkipped, WeightsPublished
-from streams.log import EventLog, Record
+from engine.trainer.rerun import History, nearest_checkpoint, rerun
+from streams.events import BatchCut, WeightsPublished
+from streams.log import EventLog
 from streams.topics import Topics
 
-logger = logging.getLogger(__name__)
+__all__ = ["History", "Start", "resume"]
 
-History = Sequence[tuple[Record, Event]]
+logger = logging.getLogger(__name__)
 
 
 class Start(NamedTuple):
@@ -50,50 +47,41 @@ def resume(
     digest: Callable[[Any], str],
     beat: Callable[[], None] = lambda: None,
 ) -> Start:
-    """Bring the backend to the state after the last valid cut. `history` holds the valid ledger records so far."""
-    found = _newest(ledger.checkpoints, checkpoints)
+    """Bring the backend to the state after the last valid cut. `history` holds the valid ledger records so far.
+
+    Raises LogError when the log no longer holds what a step was made from.
+    """
+    found = nearest_checkpoint(ledger.checkpoints, checkpoints)
+    steps = rerun(log, topics, backend, history, after=found)
     step = version = 0
-    after = 0
     if found is not None:
-        backend.load(found.state)
-        step, version, after = found.step, found.version, found.ledger_position
+        step, version = found.step, found.version
         logger.info("trainer: checkpoint of step %d (version %d) loaded", step, version)
     published = {
         event.version: event.digest for record, event in history if isinstance(event, WeightsPublished)
     }
     forked_at = _agreed(backend, digest, version, published, version) if published else -1
     agrees = forked_at == version or not published
-    skipped = {event.step for _, event in history if isinstance(event, StepSkipped)}
-    payloads, lineage, replayed = Payloads(log, topics), Lineage(), 0
+    replayed = 0
     unrecorded: list[tuple[BatchCut, BadStep]] = []
-    for record, event in history:
-        if isinstance(event, WeightsPublished):
-            lineage.published(event.epoch, event.version, event.forked_at)
-        if not isinstance(event, BatchCut) or record.offset < after or event.step <= step:
-            continue
-        beat()
-        step = event.step
+    beat()
+    for redone in steps:
+        step = redone.cut.step
         replayed += 1
-        if step in skipped:  # the record decides, whatever this machine would make of the step
-            continue
-        try:
-            backend.step(train_batch(event, payloads, lineage))
-        except BadPayload as gone:
-            raise LogError(
-                f"trainer: step {step} cannot be made again from the log: {gone}. The log must keep trajectories at "
-                "least since the newest checkpoint (log.retention_s, log.retention_bytes, checkpoint.every)"
-            ) from gone
-        except BadStep as bad:
-            logger.warning("trainer: replay skips step %d (%s); the record does not say so", step, bad)
-            unrecorded.append((event, bad))
-            continue
-        version = event.version + 1
-        if agrees and version in published:
-            agrees = published[version] == digest(backend.weights())
-            if not agrees:
-                logger.warning("trainer: version %d made again differs from the published one", version)
-        if agrees:
-            forked_at = version if published else -1
+        if redone.unrecorded is not None:
+            logger.warning(
+                "trainer: replay skips step %d (%s); the record does not say so", step, redone.unrecorded
+            )
+            unrecorded.append((redone.cut, redone.unrecorded))
+        elif not redone.skipped:
+            version = redone.version
+            if agrees and version in published:
+                agrees = published[version] == digest(backend.weights())
+                if not agrees:
+                    logger.warning("trainer: version %d made again differs from the published one", version)
+            if agrees:
+                forked_at = version if published else -1
+        beat()
     if replayed:
         logger.info("trainer: replayed %d steps, now at step %d, version %d", replayed, step, version)
     positions = ledger.last_cut.positions if ledger.last_cut is not None else [0] * topics.partitions
@@ -109,14 +97,3 @@ def _agreed(
         logger.warning("trainer: version %d differs from the published one", version)
         return max(0, base - 1)
     return base
-
-
-def _newest(saved: Sequence[CheckpointSaved], folder: Path) -> CheckpointFound | None:
-    """The newest checkpoint that a valid record names and whose files verify; a bad one costs one warning."""
-    for record in reversed(saved):
-        found = open_checkpoint(folder / Path(record.path).name)
-        if isinstance(found, CheckpointFound) and found.digest == record.digest:
-            return found
-        reason = found if isinstance(found, str) else "its digest is not the recorded one"
-        logger.warning("trainer: checkpoint %s of step %d passed over: %s", record.path, record.step, reason)
-    return None

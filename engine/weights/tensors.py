@@ -12,10 +12,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,16 @@ class RawTensor(NamedTuple):
     memory: tuple[int, ...] | None = None  # equal for tensors that are the same memory; None: alone
 
 
+class Layout(Protocol):
+    """What is known of a tensor without its bytes. A RawTensor is one."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
 def digest(tensors: Mapping[str, Any]) -> str:
     """Identity of a set of weights: sha256 over name, dtype, shape and bytes, in order of names; hexadecimal.
 
@@ -77,13 +87,42 @@ def digest(tensors: Mapping[str, Any]) -> str:
 
 def digest_raw(tensors: Mapping[str, RawTensor]) -> str:
     """`digest` of tensors that are bytes already."""
-    names = sorted(tensors)
+    return digest_of_parts(tensors, content_digests(tensors))
+
+
+def digest_of_parts(layouts: Mapping[str, Layout], contents: Mapping[str, bytes]) -> str:
+    """`digest` of tensors of which the sha256 of each one's bytes is known already."""
     whole = hashlib.sha256()
-    for name, content in zip(names, _content_digests([tensors[name].data for name in names]), strict=True):
-        tensor = tensors[name]
-        head = json.dumps([name, tensor.dtype, list(tensor.shape)], separators=(",", ":")).encode()
-        whole.update(len(head).to_bytes(8, "little") + head + content)
+    for name in sorted(layouts):
+        layout = layouts[name]
+        head = json.dumps([name, layout.dtype, list(layout.shape)], separators=(",", ":")).encode()
+        whole.update(len(head).to_bytes(8, "little") + head + contents[name])
     return whole.hexdigest()
+
+
+def content_digests(tensors: Mapping[str, RawTensor]) -> dict[str, bytes]:
+    """sha256 of each tensor's bytes; what is tied is hashed once."""
+    distinct = {_place(tensor): tensor.data for tensor in tensors.values()}
+    digests = dict(zip(distinct, _digests_of(list(distinct.values())), strict=True))
+    return {name: digests[_place(tensor)] for name, tensor in tensors.items()}
+
+
+def item_bytes(dtype: str) -> int:
+    """Of one element, by the word of a safetensors header. Raises WeightsError for an unknown one."""
+    if dtype not in _ITEM_BYTES:
+        raise WeightsError(f"dtype {dtype!r} has no place in a safetensors file")
+    return _ITEM_BYTES[dtype]
+
+
+def dtype_name(word: str) -> str:
+    """`F32` → `float32`: the name in torch and numpy. Raises WeightsError for an unknown word."""
+    item_bytes(word)
+    return _DTYPES[word]
+
+
+def size_of(layout: Layout) -> int:
+    """Bytes of one tensor."""
+    return math.prod(layout.shape) * item_bytes(layout.dtype)
 
 
 def raw(tensor: Any) -> RawTensor:
@@ -112,23 +151,37 @@ def snapshot(tensors: Mapping[str, Any]) -> dict[str, Any]:
 def write_file(file: BinaryIO, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> int:
     """Write one safetensors file and return the bytes written. Same tensors and metadata, same bytes."""
     stored, tied = split_tied(tensors)
+    return write_parts(file, stored, tied, metadata, lambda name: stored[name].data)
+
+
+def write_parts(
+    file: BinaryIO,
+    stored: Mapping[str, Layout],
+    tied: Mapping[str, str],
+    metadata: Mapping[str, str],
+    data_of: Callable[[str], NDArray[np.uint8]],
+) -> int:
+    """As `write_file`, of tensors that `data_of` (name → uint8 [bytes]) gives one by one, as they are written.
+
+    `tied`: name that is not stored → name that holds its bytes.
+    """
     # Widest dtypes first keeps each tensor aligned to its items, as readers that map the file expect.
-    order = sorted(stored, key=lambda name: (-_ITEM_BYTES[stored[name].dtype], name))
+    order = sorted(stored, key=lambda name: (-item_bytes(stored[name].dtype), name))
     notes = dict(sorted(metadata.items()))
     if tied:
-        notes[TIED_KEY] = json.dumps(tied, sort_keys=True)
+        notes[TIED_KEY] = json.dumps(dict(tied), sort_keys=True)
     header: dict[str, Any] = {"__metadata__": notes}
     at = 0
     for name in order:
-        tensor = stored[name]
-        end = at + tensor.data.nbytes
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
+        layout = stored[name]
+        end = at + size_of(layout)
+        header[name] = {"dtype": layout.dtype, "shape": list(layout.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name in order:
-        file.write(stored[name].data.data)
+        file.write(data_of(name).data)
     return 8 + len(text) + at
 
 
@@ -222,6 +275,11 @@ def _memory_of_torch(tensor: Any) -> tuple[int, ...]:
     return (hash(str(tensor.device)), tensor.data_ptr(), *tensor.stride())
 
 
+def _place(tensor: RawTensor) -> tuple[int, int]:
+    """Equal for tensors over the same bytes."""
+    return tensor.data.__array_interface__["data"][0], tensor.data.nbytes
+
+
 def _as_array(name: str, tensor: RawTensor) -> NDArray[Any]:
     dtype = _DTYPES[tensor.dtype]
     try:
@@ -239,7 +297,7 @@ def _as_torch(tensor: RawTensor) -> Any:
     return torch.from_numpy(tensor.data).view(dtype).reshape(tensor.shape)
 
 
-def _content_digests(contents: list[NDArray[np.uint8]]) -> list[bytes]:
+def _digests_of(contents: list[NDArray[np.uint8]]) -> list[bytes]:
     def one(data: NDArray[np.uint8]) -> bytes:
         return hashlib.sha256(data.data).digest()  # gives the interpreter lock back while it hashes
 

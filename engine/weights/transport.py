@@ -24,7 +24,10 @@ class WeightTransport(Protocol):
         ...
 
     def fetch(self, published: WeightsPublished, run_dir: Path) -> Path:
-        """Engine: a local file with these weights, which may still be damaged. Raises WeightsError."""
+        """Engine: a local file with these weights, full or a delta with its chain beside it (engine/weights/chain.py).
+
+        It may still be damaged. Raises WeightsError.
+        """
         ...
 
 

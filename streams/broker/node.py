@@ -242,8 +242,8 @@ class Node:
             self.log.replace(self.log.with_name("broker.log.1"))
         heap = os.environ.get("KAFKA_HEAP_OPTS", DEFAULT_HEAP).split()
         marked = [base[0], process.mark(self.data), *heap, *base[1:]]
-        process.launch([*marked, "kafka.Kafka", properties], self.data, self._pid_file, self.log, os.environ)
         try:
+            process.launch([*marked, "kafka.Kafka", properties], self.data, self._pid_file, self.log, os.environ)
             self._wait(now, deadline)
         except BaseException:
             self._kill()  # also after a Ctrl-C: half a start is none

@@ -172,12 +172,12 @@ class Catalog:
                     found[TopicPartition(topic, partition)] = word - 1
         return found
 
-    def groups(self) -> list[str]:
+    def groups(self, beginning: str = "") -> list[str]:
         try:
             names = os.listdir(self.root / "groups")
         except FileNotFoundError:
             return []
-        return sorted(name for name in names if self.hints(name))
+        return sorted(name for name in names if name.startswith(beginning) and self.hints(name))
 
     # -- shares
 

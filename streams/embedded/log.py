@@ -119,6 +119,10 @@ class EmbeddedLog(EventLog):
         self._check_open()
         return self._catalog.topics()
 
+    def partitions(self, topic: str) -> int:
+        self._check_open()
+        return self._catalog.partitions(topic) or 0
+
     # -- writing
 
     def submit(self, topic: str, partition: int, records: Sequence[NewRecord]) -> Future[int]:
@@ -236,9 +240,9 @@ class EmbeddedLog(EventLog):
         self._check_open()
         return self._catalog.hints(group)
 
-    def groups(self) -> list[str]:
+    def groups(self, beginning: str = "") -> list[str]:
         self._check_open()
-        return self._catalog.groups()
+        return self._catalog.groups(beginning)
 
     # -- retention
 

@@ -57,7 +57,8 @@ class Admin:
     # -- topics
 
     def topics(self) -> dict[str, int]:
-        """This log's topics: name → number of partitions."""
+        """This log's topics: name → number of partitions. The broker tells of every topic that it has: thousands, on a
+        cluster that many share. All else here asks for the topics that it is about."""
         found: dict[str, int] = {}
         for described in self._asker.ask("list the topics", lambda client, _: client.describe_topics()):
             name = self._settings.bare(described["name"])
@@ -67,14 +68,19 @@ class Admin:
         return found
 
     def partitions(self, topic: str) -> int:
-        """Number of partitions; asked for once. Raises UnknownTopic, naming those that there are."""
+        """Number of partitions. Raises UnknownTopic, naming those that there are."""
+        known = self.count(topic)
+        if not known:
+            raise no_such(topic, 0, self.topics())
+        return known
+
+    def count(self, topic: str) -> int:
+        """Number of partitions, asked for until the topic exists; 0 before."""
         known = self._known.get(topic)
         if known is not None:
             return known
         described = self._describe(topic)
-        if described is None:
-            raise no_such(topic, 0, self.topics())
-        return self._known.setdefault(topic, len(described.partitions))
+        return 0 if described is None else self._known.setdefault(topic, len(described.partitions))
 
     def create_topic(self, topic: str, partitions: int, kept: bool) -> None:
         """Create it and wait until it can be used, or check one that exists, whoever made it.
@@ -93,7 +99,7 @@ class Admin:
         """Raises UnknownTopic, and TopicMismatch naming each setting that disagrees and how to mend it."""
         found = self._describe(topic)
         if found is None:
-            raise no_such(topic, 0, self.topics())
+            raise UnknownTopic(f"topic {topic!r} does not exist")
         self._check(found, topic, partitions, kept)
 
     def truncate_before(self, topic: str, partition: int, offset: int) -> int:
@@ -190,12 +196,14 @@ class Admin:
                     found[group][TopicPartition(topic, place.partition)] = committed.offset
         return found
 
-    def groups(self) -> list[str]:
-        """Names on the broker of this log's consumer groups, also of those without offsets."""
+    def groups(self, beginning: str = "") -> list[str]:
+        """Names on the broker of this log's consumer groups that begin so, also of those without offsets."""
+        full = self._settings.full(beginning)
         return [
             group["group_id"]
             for group in self._asker.ask("list the groups", lambda client, _: client.list_groups())
-            if self._settings.bare(group["group_id"]) is not None
+            if group["group_id"].startswith(full)
+            and self._settings.bare(group["group_id"]) is not None
             and group.get("protocol_type", "") in ("", "consumer")
             and (group.get("group_type") or "classic").lower() in ("classic", "consumer")
         ]

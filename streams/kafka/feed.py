@@ -65,12 +65,13 @@ class Feed:
         self._totals: list[int] = []  # bytes of all records up to and with this one
         self._read = 0  # index of the first record that no reader has had
 
-    def overtaken(self, now: float) -> float:
-        """A reader is further on: what is buffered is of no use. Returns for how many seconds that has been so."""
+    def is_left_behind(self, now: float, patience_s: float) -> bool:
+        """A reader is further on: what is buffered is of no use. True when that has been so for `patience_s`, and when
+        more has come since then, which did not reach the reader either."""
         self.begin, self._records, self._totals, self._read = self.next_position, [], [], 0
         if self.overtaken_at is None:
             self.overtaken_at = now
-        return now - self.overtaken_at
+        return self.came_at > self.overtaken_at or now - self.overtaken_at > patience_s
 
     def extend(self, records: Sequence[Record], next_position: int, now: float) -> None:
         self.came_at, self.missed_since = now, None

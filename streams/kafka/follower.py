@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _UNUSED_S = 30.0  # a feed that nobody asks for is let go
 _CHECK_S = 5.0  # a feed to which nothing comes for so long: is there really nothing?
-_CATCH_UP_S = 0.5  # a feed that readers have overtaken for so long goes to where they are
+_CATCH_UP_S = 0.5  # a feed that readers have overtaken goes to where they are after so long, if nothing comes sooner
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between a consumer that failed and the next
 _KEPT_PART = 8  # of a feed's share, this part is kept of what has been read
 
@@ -71,13 +71,13 @@ class Follower:
     def follow(self, place: TopicPartition, position: int) -> Feed:
         """Read ahead from there; a feed that has that in its window stays as it is, one that is further on, too.
 
-        One that lies behind is given the time to catch up by itself: moving it costs the fetch that is on its way.
+        One that lies behind is given the chance to catch up by itself: moving it costs the fetch that is on its way.
         """
         now = time.monotonic()
         feed = self._feeds.get(place)
         if feed is None:
             feed = self._feeds[place] = Feed(position, now)
-        elif position > feed.next_position and (feed.stopped or feed.overtaken(now) > _CATCH_UP_S):
+        elif position > feed.next_position and (feed.stopped or feed.is_left_behind(now, _CATCH_UP_S)):
             feed.jump(position, now)
         else:
             feed.used_at = now

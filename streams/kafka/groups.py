@@ -100,10 +100,12 @@ class Groups:
                 found[TopicPartition(topic, place.partition)] = position
         return found
 
-    def groups(self) -> list[str]:
-        """Groups with hints."""
-        unwritten = set(self._hints.unwritten())
-        committed = self._admin.committed(self._admin.groups())
+    def groups(self, beginning: str = "") -> list[str]:
+        """Groups with hints whose names begin so."""
+        unwritten = {
+            group for group in self._hints.unwritten() if group.startswith(self._settings.full(beginning))
+        }
+        committed = self._admin.committed(self._admin.groups(beginning))
         full = {group for group, offsets in committed.items() if offsets} | unwritten
         return sorted(bare for group in full if (bare := self._settings.bare(group)) is not None)
 

@@ -11,9 +11,10 @@ Both clients sit behind this, so that both behave alike:
     waits in its lane, and a worker thread, which lives as long as there is such work, does what blocks.
   - Little is handed over at once (`window`). What an outage catches is therefore mostly unsent, and fails cleanly.
   - A client that failed in a way that could break the order of what follows is thrown away and replaced (`Link`).
-  - The clock thread tells every append's owner in time, whatever the client is doing.
+  - A thread of its own (alarm.py) tells every append's owner in time, whatever the client is doing.
 
-`sent` is called on whatever thread found out; none of the locks here is held then.
+`sent` is called on whatever thread found out; none of the locks here is held then. What its owner reads is in
+verdicts.py.
 """
 
 from __future__ import annotations
@@ -25,17 +26,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from streams.errors import LogClosed, LogError, LogUnavailable, RecordTooLarge, UnknownTopic
+from streams.errors import LogError, LogUnavailable, RecordTooLarge
+from streams.kafka import verdicts
+from streams.kafka.alarm import Alarm
 from streams.kafka.clients import Producer, Sent
 from streams.kafka.errors import LoginRefused, Refused
+from streams.kafka.lane import Lane, overview
 from streams.kafka.link import Append, Done, Link, NotYet, batch_bytes
-from streams.kafka.security import who
 from streams.kafka.settings import KafkaSettings
 from streams.log import NewRecord, TopicPartition
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # how often the clock looks after appends that wait
+_LOOK_S = 1.0  # how often appends that wait are looked after
 _SAY_S = 10.0  # a wait of that length is worth a line in the log, and again after as long
 _NAP_S = 0.2  # between two tries to reach a broker
 _SETTLE_S = 1.0  # for a failed client to say what became of everything that it was given
@@ -43,19 +46,8 @@ _CLOSE_S = 1.0  # for a client to end
 _UNKNOWN_S = 2.0  # a new topic takes a moment to be known to every broker
 _LOGIN_S = 2.5  # a broker that is starting may refuse a login that it will take later
 _WEDGED_S = 5.0  # after which a client that should long have given an append up is given up itself
+_AT_THE_END = "when the log was closed"
 _ALONE = 64  # appends that go one by one after the broker had refused several together
-
-
-class _Lane:
-    def __init__(self, place: TopicPartition) -> None:
-        self.place = place
-        self.waiting: deque[Append] = deque()
-        self.waiting_bytes = 0
-        self.handed: dict[Append, None] = {}  # in order
-        self.handed_bytes = 0
-        self.kind = 0  # of what is handed
-        self.alone = 0  # appends that must go without others
-        self.refused_together = False  # what is handed is failing, and it was several appends
 
 
 class Lanes(Producer):
@@ -83,8 +75,8 @@ class Lanes(Producer):
         self._timeout_s = settings.delivery_timeout.total_seconds()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # something ended, or the producer was closed
-        self._alarm = threading.Condition(self._lock)  # for the clock
-        self._lanes: dict[TopicPartition, _Lane] = {}
+        self._alarm = Alarm(self._lock, self._look_after, name=f"kafka-{name}-clock")
+        self._lanes: dict[TopicPartition, Lane] = {}
         self._link: Link | None = None
         self._spoiled: Link | None = None  # to be replaced by the worker
         self._culprit: TopicPartition | None = None  # where the spoiled one failed first
@@ -97,8 +89,6 @@ class Lanes(Producer):
         self._refused_since = 0.0
         self._flushing = 0
         self._worker: threading.Thread | None = None
-        self._clock: threading.Thread | None = None
-        self._wakes_at = 0.0
         self._look_at = 0.0
         self._said_at = 0.0
         self._closed = False
@@ -120,17 +110,16 @@ class Lanes(Producer):
         with self._lock:
             if self._closed:
                 self._live += 1
-                self._end(append, -1, LogClosed(f"{append}: the log was closed; open it again to go on"))
+                self._end(append, -1, verdicts.closed(append))
             else:
                 self._live += 1
                 lane = self._lanes.get(append.place)
                 if lane is None:
-                    lane = self._lanes[append.place] = _Lane(append.place)
-                lane.waiting.append(append)
-                lane.waiting_bytes += append.size
+                    lane = self._lanes[append.place] = Lane(append.place)
+                lane.add(append)
                 self._hand_over(lane, starts)
                 self._look_at = min(self._look_at, append.deadline)
-                self._wake_at(min(append.deadline, append.since + _LOOK_S))
+                self._alarm.wake_at(min(append.deadline, append.since + _LOOK_S))
         return partial(self._go_on, starts)
 
     def flush(self, timeout_s: float) -> None:
@@ -174,19 +163,19 @@ class Lanes(Producer):
             self._link = self._spoiled = None
             for lane in self._lanes.values():
                 for append in lane.handed:
-                    self._end(append, -1, self._not_acknowledged(append, "when the log was closed"))
+                    self._end(append, -1, self._not_acknowledged(append, _AT_THE_END))
                 for append in lane.waiting:
-                    self._end(append, -1, self._not_sent(append, "when the log was closed"))
+                    self._end(append, -1, self._not_sent(append, _AT_THE_END))
             self._lanes.clear()
             self._changed.notify_all()
-            self._alarm.notify()
+            self._alarm.stop()
         self._go_on([])
         for link in links:
             link.close(_CLOSE_S)
 
     # -- handing over; all with the lock held
 
-    def _hand_over(self, lane: _Lane, starts: list[Callable[[], None]]) -> None:
+    def _hand_over(self, lane: Lane, starts: list[Callable[[], None]]) -> None:
         """Give the client what it may have of this lane."""
         if not lane.waiting:
             return
@@ -197,35 +186,31 @@ class Lanes(Producer):
             return
         now = time.monotonic()
         while lane.waiting and self._may_go(lane, lane.waiting[0], link, now):
-            append = lane.waiting.popleft()
-            lane.waiting_bytes -= append.size
+            append = lane.take()
             if append.deadline <= now:
-                self._end(append, -1, self._not_sent(append, self._within()))
+                self._end(append, -1, self._not_sent(append, verdicts.within(self._settings)))
                 continue
             lane.kind = link.kind(append, lane.kind if lane.handed else None)
             lane.alone -= lane.alone > 0
-            lane.handed[append] = None
-            lane.handed_bytes += append.size
+            lane.hand(append)
             try:
                 starts.append(link.hand(append, lane.kind, self._listener(lane, append)))
             except NotYet:
-                self._leave(lane, append)
-                lane.waiting.appendleft(append)
-                lane.waiting_bytes += append.size
+                lane.put_back(append)
                 self._unknown.add(lane.place)
                 self._ensure_worker()
                 return
             except LogError as error:
-                self._leave(lane, append)
+                lane.leave(append)
                 self._end(append, -1, error)
                 if link.is_spoiled_by(error):
                     self._spoil(lane.place, error)
                     return
             append.records = ()  # the client has its own copy
         if lane.waiting and not lane.handed:
-            self._wake_at(lane.waiting[0].since + self._linger_s)
+            self._alarm.wake_at(lane.waiting[0].since + self._linger_s)
 
-    def _may_go(self, lane: _Lane, append: Append, link: Link, now: float) -> bool:
+    def _may_go(self, lane: Lane, append: Append, link: Link, now: float) -> bool:
         if lane.handed:
             return (
                 not lane.alone
@@ -239,7 +224,7 @@ class Lanes(Producer):
             or now - append.since >= self._linger_s
         )
 
-    def _listener(self, lane: _Lane, append: Append) -> Done:
+    def _listener(self, lane: Lane, append: Append) -> Done:
         generation = self._generation
 
         def done(offset: int, error: LogError | None) -> None:
@@ -247,7 +232,7 @@ class Lanes(Producer):
             with self._lock:
                 if generation != self._generation or append not in lane.handed:
                     return
-                self._leave(lane, append)
+                lane.leave(append)
                 if error is not None:
                     error = self._judged(lane, append, error)
                 self._end(append, offset, error)
@@ -260,29 +245,19 @@ class Lanes(Producer):
 
         return done
 
-    def _leave(self, lane: _Lane, append: Append) -> None:
-        del lane.handed[append]
-        lane.handed_bytes -= append.size
-
-    def _judged(self, lane: _Lane, append: Append, error: LogError) -> LogError:
+    def _judged(self, lane: Lane, append: Append, error: LogError) -> LogError:
         """What the owner of a failed append is told. Only the one who is at fault may hear that it is refused:
         others, whom the client fails along with it, try again."""
         culprit = self._culprit
         if self._link is not None and self._link.is_spoiled_by(error):
             self._spoil(lane.place, error)
         if culprit is not None and culprit != lane.place:
-            return LogUnavailable(
-                f"{append}: the client was made anew after an error at {culprit.topic}/{culprit.partition}; it may "
-                "still be appended"
-            )
+            return verdicts.failed_with(append, culprit)
         if isinstance(error, (Refused, RecordTooLarge)):
             lane.refused_together = lane.refused_together or bool(lane.handed)
             if lane.refused_together:
                 lane.alone = _ALONE
-                return LogUnavailable(
-                    f"{append}: sent together with others, of which one was refused ({error}); tried again, each goes "
-                    "alone"
-                )
+                return verdicts.refused_together(append, error)
         return error
 
     def _end(self, append: Append, offset: int, error: LogError | None) -> None:
@@ -353,9 +328,7 @@ class Lanes(Producer):
                     self._end(
                         append, -1, self._not_acknowledged(append, "by a client that had to be made anew")
                     )
-                lane.handed.clear()
-                lane.handed_bytes = 0
-                lane.refused_together = False
+                lane.forget_handed()
                 if lane.waiting:
                     self._unknown.add(lane.place)
         self._go_on([])
@@ -401,7 +374,7 @@ class Lanes(Producer):
                 now = time.monotonic()
                 if now - self._missing_since.setdefault(place, now) >= _UNKNOWN_S:
                     del self._missing_since[place]
-                    self._fail_waiting(self._unknown_topic(place), place)
+                    self._fail_waiting(verdicts.unknown_topic(place, self._settings), place)
             except LogUnavailable as error:
                 self._why = str(error)
                 self._nap()
@@ -415,12 +388,6 @@ class Lanes(Producer):
             self._hand_over_all(starts)
         self._go_on(starts)
 
-    def _unknown_topic(self, place: TopicPartition) -> LogError:
-        return UnknownTopic(
-            f"Kafka knows no partition {place.partition} of a topic {self._settings.full(place.topic)!r}, or hides it "
-            f"from {who(self._settings.security)}; make it with `millstream topics CONFIG --create`"
-        )
-
     def _hand_over_all(self, starts: list[Callable[[], None]]) -> None:
         self._unknown.clear()  # what is still not known comes back
         for lane in self._lanes.values():
@@ -433,8 +400,7 @@ class Lanes(Producer):
                 if place is None or place == lane.place:
                     for append in lane.waiting:
                         self._end(append, -1, error)
-                    lane.waiting.clear()
-                    lane.waiting_bytes = 0
+                    lane.keep_waiting()
         self._go_on([])
 
     def _nap(self) -> None:
@@ -448,87 +414,52 @@ class Lanes(Producer):
         self._spoiled, self._link, self._culprit = self._link, None, place
         self._ensure_worker()
 
-    # -- the clock
+    # -- on the alarm's thread
 
-    def _wake_at(self, due: float) -> None:
-        """See that the clock wakes by then."""
-        if self._clock is None:
-            self._wakes_at = due
-            self._clock = threading.Thread(target=self._tick, name=f"kafka-{self._name}-clock", daemon=True)
-            self._clock.start()
-        elif due < self._wakes_at:
-            self._wakes_at = due
-            self._alarm.notify()
-
-    def _tick(self) -> None:
-        while True:
-            starts: list[Callable[[], None]] = []
-            with self._lock:
-                now = time.monotonic()
-                if now < self._wakes_at:
-                    self._alarm.wait(min(self._wakes_at - now, 3600.0))
-                if self._closed:
-                    return
-                now = time.monotonic()
-                if now < self._wakes_at:
-                    continue  # only to sleep for less long
-                self._wakes_at = self._look(now) if self._live else float("inf")
-                if self._linger_s and self._link is not None:
-                    for lane in self._lanes.values():
-                        self._hand_over(lane, starts)
-            self._go_on(starts)
+    def _look_after(self) -> None:
+        """End what has had its time, and hand over what has lingered."""
+        starts: list[Callable[[], None]] = []
+        with self._lock:
+            self._alarm.sleep_until(self._look(time.monotonic()) if self._live else float("inf"))
+            if self._linger_s and self._link is not None:
+                for lane in self._lanes.values():
+                    self._hand_over(lane, starts)
+        self._go_on(starts)
 
     def _look(self, now: float) -> float:
-        """End what has had its time. Returns when to look again."""
+        """Returns when to look again."""
         if now < self._look_at:
             return self._look_at
-        next_at, oldest, wedged = now + _LOOK_S, None, None
-        for lane in self._lanes.values():
-            expired = False
-            for append in lane.waiting:
-                if append.deadline <= now:
-                    expired = True
-                    self._end(append, -1, self._not_sent(append, self._within()))
-                elif not append.told:
-                    next_at = min(next_at, append.deadline)
-                    oldest = append if oldest is None or append.since < oldest.since else oldest
-            if expired:
-                lane.waiting = deque(append for append in lane.waiting if not append.told)
-                lane.waiting_bytes = sum(append.size for append in lane.waiting)
-            for append in lane.handed:
-                if append.told:
-                    if append.deadline + 2 * self._timeout_s + _WEDGED_S <= now:
-                        wedged = append
-                    continue
-                if append.deadline <= now:
-                    self._end(append, -1, self._not_acknowledged(append, self._within()))
-                else:
-                    next_at = min(next_at, append.deadline)
-                    oldest = append if oldest is None or append.since < oldest.since else oldest
+        seen = overview(self._lanes.values(), now, 2 * self._timeout_s + _WEDGED_S)
+        when = verdicts.within(self._settings)
+        for append, is_handed in seen.expired:
+            verdict = self._not_acknowledged if is_handed else self._not_sent
+            self._end(append, -1, verdict(append, when))
+        for place in {append.place for append, is_handed in seen.expired if not is_handed}:
+            lane = self._lanes[place]
+            lane.keep_waiting([append for append in lane.waiting if not append.told])
         broken = self._link.broken() if self._link is not None else None
-        if broken is None and wedged is not None:
-            broken = LogUnavailable(f"{wedged}: the client neither sends it nor gives it up")
+        if broken is None and seen.wedged is not None:
+            broken = LogUnavailable(f"{seen.wedged}: the client neither sends it nor gives it up")
         if broken is not None:
             self._spoil(None, broken)
-        if oldest is not None and now - oldest.since >= _SAY_S <= now - self._said_at:
+        if seen.oldest is not None:
+            self._say_who_waits(now, now - seen.oldest.since)
+        self._look_at = min(now + _LOOK_S, seen.next_deadline)
+        return self._look_at
+
+    def _say_who_waits(self, now: float, longest_s: float) -> None:
+        if longest_s >= _SAY_S <= now - self._said_at:
             self._said_at = now
             logger.warning(
                 "%d appends wait for Kafka, one for %.0f s: %s",
                 self._live,
-                now - oldest.since,
+                longest_s,
                 self._why or f"{', '.join(self._settings.servers)} did not acknowledge them yet",
             )
-        self._look_at = next_at
-        return next_at
-
-    def _within(self) -> str:
-        return f"within {self._timeout_s:g} s"
 
     def _not_sent(self, append: Append, when: str) -> LogError:
-        why = self._why or f"{', '.join(self._settings.servers)} did not take what was before it"
-        return LogUnavailable(f"{append}: could not be sent {when}: {why}; nothing of it was appended")
+        return verdicts.not_sent(append, self._settings, when, self._why)
 
     def _not_acknowledged(self, append: Append, when: str) -> LogError:
-        return LogUnavailable(
-            f"{append}: {', '.join(self._settings.servers)} did not acknowledge it {when}; it may still be appended"
-        )
+        return verdicts.not_acknowledged(append, self._settings, when)

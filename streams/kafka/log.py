@@ -80,6 +80,10 @@ class KafkaLog(EventLog):
         self._check_open()
         return self._admin.topics()
 
+    def partitions(self, topic: str) -> int:
+        self._check_open()
+        return self._admin.count(topic)
+
     # -- writing
 
     def submit(self, topic: str, partition: int, records: Sequence[NewRecord]) -> Future[int]:
@@ -163,9 +167,9 @@ class KafkaLog(EventLog):
         self._check_open()
         return self._groups.hints(group)
 
-    def groups(self) -> list[str]:
+    def groups(self, beginning: str = "") -> list[str]:
         self._check_open()
-        return self._groups.groups()
+        return self._groups.groups(beginning)
 
     # -- retention
 

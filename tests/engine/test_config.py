@@ -253,7 +253,34 @@ def test_an_override_cannot_go_below_a_plain_value() -> None:
         (["trainer.use_tis=true"], "corrects twice"),
         (["trainer.use_rollout_logprobs=false"], "ignores the policy that sampled"),
         (["trainer.lr_schedule=cosine"], "needs run.steps"),
-        (["rollout.backend=sglang"], "no SGLang engine yet"),
+        (["rollout.backend=sglang", 'rollout.sglang.url="host:1"'], "must start with http://"),
+        (
+            ["rollout.backend=sglang", 'rollout.sglang.url="http://h:1"', "rollout.replicas=2"],
+            "write {replica} into it",
+        ),
+        (["rollout.backend=sglang", "rollout.sglang.api_key=env:K"], "goes with rollout.sglang.url"),
+        (["rollout.backend=sglang", "rollout.sglang.port=65535", "rollout.replicas=2"], "above 65535"),
+        (
+            ["rollout.backend=sglang", 'rollout.sglang.args=["--port=1"]'],
+            "--port is set by the daemon itself",
+        ),
+        (["rollout.backend=sglang", 'rollout.sglang.args=["--dp_size", "2"]'], "--dp-size 2: SGLang updates"),
+        (
+            ["rollout.backend=sglang", 'rollout.sglang.env={SGLANG_RETURN_ORIGINAL_LOGPROB="1"}'],
+            "those of the temperature sampled at",
+        ),
+        (
+            ["rollout.backend=sglang", "rollout.pause_generation_mode=in_place"],
+            "needs --disable-overlap-schedule and --disable-radix-cache",
+        ),
+        (
+            [
+                "rollout.backend=sglang",
+                "rollout.pause_generation_mode=in_place",
+                'rollout.sglang.args=["--disable-radix-cache"]',
+            ],
+            '"in_place" needs --disable-overlap-schedule: without',
+        ),
         (["weights.transport=ipc"], 'this version has only "disk"'),
     ],
 )
@@ -583,11 +610,13 @@ def test_the_structs_are_frozen() -> None:
 
 def test_marks_name_the_settings_that_they_should() -> None:
     secrets = {"sasl_password", "sasl_oauth_token", "ssl_key_password"}
-    assert {key for key, _ in marked("secret")} == {f"log.kafka.{name}" for name in secrets}
+    keys = {"rollout.sglang.api_key", "rollout.sglang.admin_api_key"}
+    assert {key for key, _ in marked("secret")} == {f"log.kafka.{name}" for name in secrets} | keys
     assert {key for key, _ in marked("path")} == {
         "run.dir",
         "data.path",
         "model.path",
+        "rollout.sglang.python",
         "eval.path",
         "log.kafka.ssl_cafile",
         "log.kafka.ssl_certfile",

@@ -238,7 +238,7 @@ def test_a_log_that_does_not_answer_says_nothing_of_the_end_of_a_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     class Absent(MemoryLog):
-        def topics(self) -> dict[str, int]:
+        def partitions(self, topic: str) -> int:
             raise LogUnavailable("no broker answers")
 
     monkeypatch.setattr("engine.roles.open_log", lambda url, **settings: Absent())

@@ -181,6 +181,39 @@ def test_a_pause_stops_cutting_and_a_changed_limit_binds_from_the_next_cut(bench
     assert cut.ledger_read_to > changed
 
 
+def test_a_limit_that_was_changed_from_a_step_on_binds_at_that_step_and_not_before(bench):
+    put(bench.log, bench.topics, "ledger", LimitChanged(limit=0, from_step=2, by="me"))
+    for seq in range(4):
+        bench.group(seq)  # all of version 0
+    bench.settle()
+    assert [(cut.step, cut.limit) for cut in bench.ledger(BatchCut)] == [(1, 2)]
+    (dropped,) = bench.ledger(GroupsDropped)
+    assert [(drop.seq, drop.reason, drop.staleness) for drop in dropped.drops] == [
+        (2, "stale", 1),
+        (3, "stale", 1),
+    ]
+    for seq in range(4, 6):
+        bench.group(seq, version=1)
+    bench.settle()
+    assert [(cut.step, cut.limit) for cut in bench.ledger(BatchCut)] == [(1, 2), (2, 0)]
+
+
+def test_a_change_of_the_limit_outlives_the_trainer_that_had_read_it(bench):
+    put(bench.log, bench.topics, "ledger", LimitChanged(limit=5))
+    put(bench.log, bench.topics, "ledger", LimitChanged(limit=1, from_step=3))
+    for seq in range(2):
+        bench.group(seq)
+    bench.settle()
+    bench.trainer.close()
+    bench.trainer = bench.world.trainer()
+    bench.flush()
+    for seq in range(2, 6):
+        bench.group(seq, version=1)
+    bench.settle()
+    assert [event.limit for event in bench.ledger(EpochStarted)] == [2, 5]
+    assert [(cut.step, cut.limit) for cut in bench.ledger(BatchCut)] == [(1, 5), (2, 5), (3, 1)]
+
+
 def test_a_newer_epoch_fences_this_trainer_before_it_steps(bench, monkeypatch):
     stepped = []
     monkeypatch.setattr(bench.trainer.backend, "step", stepped.append)

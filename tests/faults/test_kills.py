@@ -22,9 +22,9 @@ def test_a_schedule_strikes_every_daemon_after_every_hand_over_and_is_the_same_f
 
 @pytest.mark.timeout(300)
 def test_a_run_under_kills_and_stops_keeps_every_promise_on_the_embedded_log(tmp_path) -> None:
-    result = soak(configuration(tmp_path), plan(11, 10, DAEMONS), seed=11)
+    result = soak(configuration(tmp_path), plan(11, 8, DAEMONS), seed=11)
     assert result.problems == []
-    assert result.struck == 10
+    assert result.struck == 8
     assert result.final_digest == result.replay_digest
 
 
@@ -38,9 +38,7 @@ def test_a_run_under_kills_of_its_daemons_and_of_the_broker_keeps_every_promise_
         Fault("rollout-1", "trajectory_finished", "kill"),
         Fault("reward-0", "engine_ready", "stop", 1.0),
         Fault(BROKER, "weights_published", "stop", 1.5),
-        Fault("collector-0", "group_completed", "kill"),
-        Fault("feeder-0", "task_dispatched", "kill"),
-    ]
+    ]  # every other role, too: test_kafka_cases_takeovers.py
     config = configuration(tmp_path, f"{own_kafka.url}/kills.")
     result = soak(config, faults, seed=0, broker=broker_of(own_kafka))
     assert result.problems == []

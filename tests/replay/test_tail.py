@@ -1,4 +1,4 @@
-"""Tail: where it starts, when it stops, what it shows, and that it leaves no trace."""
+"""Tail: where it starts, when it stops, what it picks, and that it leaves no trace."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from collections.abc import Iterable
 import msgspec
 import pytest
 
-from replay import render
+from replay.picks import Meets, NamesGroup, NamesSample
 from replay.records import Entry
-from replay.tail import Start, Tail, parse_start
+from replay.tail import Start, Tail, newest_ms, parse_start
+from replay.where import parse_where
 from streams import codec
 from streams.errors import ConfigError
-from streams.events import SCHEMA_MAJOR, SCHEMA_MINOR, DeadLetter, Metrics, tag_of
-from streams.log import EventLog, NewRecord
+from streams.events import DeadLetter, Metrics
+from streams.log import EventLog, NewRecord, Record
 from streams.memory import MemoryLog, MemoryStore
-from streams.topics import Topics
-from tests.support import recorded as run
 from tests.support.recorded import recorded
 
 DEADLINE_S = 10.0
@@ -117,6 +116,58 @@ def test_what_retention_removed_is_counted_and_the_rest_shown():
     assert shown.lost == 2
 
 
+def test_an_offset_beyond_the_end_of_every_partition_is_refused_with_the_ends():
+    log, topic = log_with([1000, 2000], [3000])
+    with pytest.raises(ConfigError) as refusal:
+        tail(log, topic, "3")
+    assert (
+        "-o 3: beyond the end of run.metrics, whose next offset is 2 in partition 0, 1 in partition 1"
+        in str(refusal.value)
+    )
+    assert tail(log, topic, "2") == [], "the end itself is a place where something may come"
+    assert tail(log, topic, "1") == [(0, 1)], "partition 1 has not come so far"
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+def test_an_offset_that_a_partition_has_not_reached_is_waited_for(is_bounded: bool):
+    log, topic = log_with([1000, 2000, 3000], [1500])
+    shown = Tail(log, topic, [0, 1], parse_start("2"), until_end=is_bounded, count=None if is_bounded else 2)
+    found = iter(shown)
+    assert offsets([next(found)]) == [(0, 2)]
+    append(log, topic, 1, 4000, 5000, 6000)
+    assert offsets(found) == ([] if is_bounded else [(1, 2)])
+
+
+def test_a_time_after_the_end_shows_nothing_or_waits_for_the_first_record_that_is_not_older():
+    log, topic = log_with([1793527200000])
+    where = "@2026-11-01T10:00:10Z"
+    assert tail(log, topic, where) == []
+    found = iter(Tail(log, topic, [0], parse_start(where), count=2, on_wait=grow(log, topic)))
+    assert offsets(found) == [(0, 2), (0, 3)], "1 is still too old; once reached, order is the log's"
+
+
+def grow(log: EventLog, topic: str):
+    """One more second's record at each wait, from five seconds before the time on; then one out of order."""
+    moments = iter([1793527205000, 1793527210000, 1793527201000])
+
+    def on_wait() -> None:
+        append(log, topic, 0, next(moments))
+
+    return on_wait
+
+
+def append(log: EventLog, topic: str, partition: int, *moments: int) -> None:
+    for moment in moments:
+        event = Metrics(source="feeder", values={}, at_ms=moment)
+        log.append(topic, partition, [codec.encode(event, producer="feeder", timestamp_ms=moment)])
+
+
+def test_the_newest_timestamp_is_that_of_the_last_records():
+    log, topic = log_with([1000, 4000], [5000, 2000], [])
+    assert newest_ms(log, topic, [0, 1]) == 4000
+    assert newest_ms(log, topic, [2]) is None
+
+
 # ---------------------------------------------------------------- when it stops
 def test_a_count_stops_it():
     log, topic = log_with([1000, 2000], [1500])
@@ -164,139 +215,107 @@ def test_it_leaves_no_trace_in_the_log():
 # ---------------------------------------------------------------- what it picks
 def test_it_picks_what_names_a_group():
     log, topics = recorded()
-    assert tail(log, topics.name("tasks"), "beginning", group_id="0-3") == [(1, 1)]
-    assert tail(log, topics.name("trajectories"), "beginning", group_id="0-3") == [(1, 2), (1, 3)]
-    assert tail(log, topics.name("ledger"), "beginning", group_id="0-3") == [(0, 5)]
-    assert tail(log, topics.name("ledger"), "beginning", group_id="0-4") == [(0, 5)], (
+    assert tail(log, topics.name("tasks"), "beginning", picks=[NamesGroup("0-3")]) == [(1, 1)]
+    assert tail(log, topics.name("trajectories"), "beginning", picks=[NamesGroup("0-3")]) == [(1, 2), (1, 3)]
+    assert tail(log, topics.name("ledger"), "beginning", picks=[NamesGroup("0-3")]) == [(0, 5)]
+    assert tail(log, topics.name("ledger"), "beginning", picks=[NamesGroup("0-4")]) == [(0, 5)], (
         "a drop is named there too"
     )
 
 
 def test_it_picks_what_names_a_sample():
     log, topics = recorded()
-    assert tail(log, topics.name("trajectories"), "beginning", uid="0-3/1/0") == [(1, 3)]
-    assert tail(log, topics.name("groups"), "beginning", uid="0-3/1/0") == [(1, 1)]
-    assert tail(log, topics.name("ledger"), "beginning", uid="0-3/1/0") == [(0, 5)]
+    assert tail(log, topics.name("trajectories"), "beginning", picks=[NamesSample("0-3/1/0")]) == [(1, 3)]
+    assert tail(log, topics.name("groups"), "beginning", picks=[NamesSample("0-3/1/0")]) == [(1, 1)]
+    assert tail(log, topics.name("ledger"), "beginning", picks=[NamesSample("0-3/1/0")]) == [(0, 5)]
 
 
 def test_a_count_counts_what_is_shown():
     log, topics = recorded()
-    assert tail(log, topics.name("trajectories"), "beginning", group_id="0-3", count=1) == [(1, 2)]
+    assert tail(log, topics.name("trajectories"), "beginning", picks=[NamesGroup("0-3")], count=1) == [(1, 2)]
 
 
-# ---------------------------------------------------------------- how it looks
-def entries_of(word: str, log: EventLog, topics: Topics) -> list[tuple[int, Entry]]:
-    topic = topics.name(word)
-    return list(Tail(log, topic, range(log.topics()[topic]), parse_start("beginning"), until_end=True))
-
-
-def line_of(event) -> str:
-    log = MemoryLog()
-    log.create_topic("t", 1)
-    log.append("t", 0, [codec.encode(event, producer="test", timestamp_ms=1793527200250)])
-    (partition, entry), *_ = Tail(log, "t", [0], parse_start("beginning"), until_end=True)
-    return render.line("t", partition, entry)
-
-
-def test_a_line_names_time_place_type_and_what_is_not_a_default():
-    assert line_of(run.task(3)) == (
-        "2026-11-01T10:00:00.250Z t/0:0 task_dispatched group_id=0-3 seq=3 data_epoch=0 row=3 "
-        "n_samples=2 prompt=p next_seq=4"
-    )
-
-
-def test_a_trajectory_is_one_short_line_with_its_columns_opened():
-    line = line_of(run.finished(3, 1))
-    assert "uid=0-3/1/0" in line
-    assert "response_ids=[3,4,5,6,…5]" in line
-    assert "versions=e1v1×5" in line
-    assert len(line) < 400
-
-
-def test_a_cut_says_how_many_and_how_old():
-    line = line_of(run.cut(2, [2, 3], [3, 2]))
-    assert (
-        "step=2 version=1 epoch=1 limit=1 groups=[0-2,0-3] samples=4 tokens=16 reward=0.5 staleness=0..1"
-        in line
-    )
-
-
-def test_every_event_type_of_a_run_has_a_line_and_a_json_object():
+def test_every_pick_must_agree():
     log, topics = recorded()
-    for word in ("tasks", "trajectories", "groups", "ledger"):
-        for partition, entry in entries_of(word, log, topics):
-            assert entry.event is not None
-            assert tag_of(entry.event) in render.line(word, partition, entry)
-            shown = msgspec.json.decode(render.as_json(topics.name(word), partition, entry))
-            assert (shown["type"], shown["partition"], shown["offset"]) == (
-                tag_of(entry.event),
-                partition,
-                entry.offset,
-            )
+    both = [NamesGroup("0-3"), NamesSample("0-3/1/0"), Meets(parse_where("offset > 2 and index == 1"))]
+    assert tail(log, topics.name("trajectories"), "beginning", picks=both) == [(1, 3)]
+    assert tail(log, topics.name("trajectories"), "beginning", picks=[*both, NamesGroup("0-1")]) == []
 
 
-def test_an_unknown_type_is_shown_verbatim():
+def test_a_dead_letter_names_what_its_record_carried():
     log = MemoryLog()
-    log.create_topic("t", 1)
-    log.append(
-        "t", 0, [NewRecord(msgspec.msgpack.encode({"type": "lease", "holder": "engine-0", "until": 17}))]
+    log.create_topic("run.dead", 1)
+    letter = DeadLetter(
+        topic="run.rewards",
+        partition=0,
+        offset=1,
+        raw=b"",
+        raw_headers=[("id", b"0-3/1/0")],
+        stage="s",
+        reason="r",
     )
-    ((partition, entry),) = Tail(log, "t", [0], parse_start("beginning"), until_end=True)
-    assert '?lease {"type": "lease", "holder": "engine-0", "until": 17}' in render.line("t", partition, entry)
-    assert msgspec.json.decode(render.as_json("t", partition, entry))["event"]["holder"] == "engine-0"
+    log.append("run.dead", 0, [codec.encode(letter, producer="test")])
+    for pick in (NamesGroup("0-3"), NamesSample("0-3/1/0")):
+        assert tail(log, "run.dead", "beginning", picks=[pick]) == [(0, 0)]
+    assert tail(log, "run.dead", "beginning", picks=[NamesSample("0-3/0/0")]) == []
 
 
-def test_a_record_that_cannot_be_read_is_shown_verbatim_and_stops_nothing():
+def test_an_id_that_the_header_cuts_short_is_looked_for_in_the_event():
+    long_id = "group-" + "x" * 130
+    log, topics = recorded(lambda event: renamed(event, long_id))
+    assert tail(log, topics.name("tasks"), "beginning", picks=[NamesGroup(long_id)]) == [(1, 1)]
+    assert tail(log, topics.name("tasks"), "beginning", picks=[NamesGroup(long_id[:120])]) == []
+
+
+def renamed(event, group_id: str):
+    named = getattr(event, "group_id", "") == "0-3"
+    return msgspec.structs.replace(event, group_id=group_id) if named else event
+
+
+# ---------------------------------------------------------------- what is decoded
+class Counted:
+    """Stands for `entry_of` and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.offsets: list[int] = []
+        monkeypatch.setattr("replay.tail.entry_of", self)
+
+    def __call__(self, record: Record) -> Entry:
+        self.offsets.append(record.offset)
+        return Entry(record.offset, record.timestamp_ms, None, "", record)
+
+
+def test_only_what_is_shown_is_decoded(monkeypatch: pytest.MonkeyPatch):
+    log, topics = recorded()
+    counted, topic = Counted(monkeypatch), topics.name("trajectories")
+    tail(log, topic, "beginning", opens=False)
+    assert counted.offsets == [], "a format that shows places alone"
+    tail(log, topic, "beginning", picks=[Meets(parse_where("offset == 2 and partition == 1"))])
+    assert counted.offsets == [2]
+    counted.offsets.clear()
+    tail(log, topic, "beginning", picks=[NamesSample("0-3/1/0")], opens=False)
+    assert counted.offsets == [2, 3], "the samples of its group: their headers say so"
+
+
+def test_a_sealed_entry_that_a_condition_needs_is_opened():
+    log, topics = recorded()
+    topic, picks = topics.name("trajectories"), [Meets(parse_where("7 in response_ids and index == 0"))]
+    found = list(Tail(log, topic, [1], parse_start("beginning"), until_end=True, picks=picks, opens=False))
+    assert [entry.offset for _, entry in found] == [0, 2, 4]
+
+
+def test_a_record_that_cannot_be_read_is_an_entry_and_stops_nothing():
     log, topic = log_with([1000])
-    log.append(topic, 0, [NewRecord(b"\xc1ga\x1b[2J")])
+    log.append(topic, 0, [NewRecord(b"\xc1ga")])
     log.append(topic, 0, [codec.encode(Metrics(source="x", values={}), producer="x")])
     shown = list(Tail(log, topic, [0], parse_start("beginning"), until_end=True))
-    assert [entry.offset for _, entry in shown] == [0, 1, 2]
-    line = render.line("metrics", 0, shown[1][1])
-    assert r"raw=b'\xc1ga\x1b[2J'" in line
-    assert "\x1b" not in line, "nothing that a terminal acts on"
-    assert "wRdh" not in line
-    assert msgspec.json.decode(render.as_json(topic, 0, shown[1][1]))["raw"] == "wWdhG1sySg=="
+    assert [(entry.offset, bool(entry.problem)) for _, entry in shown] == [(0, False), (1, True), (2, False)]
 
 
-def test_a_dead_letter_shows_the_refused_bytes_and_headers():
-    letter = DeadLetter(
-        topic="run.tasks",
-        partition=1,
-        offset=4,
-        raw=b"\xc1ga",
-        raw_headers=[("id", b"0-3")],
-        stage="rollout",
-        reason="undecodable",
-        detail="not MessagePack",
-    )
-    line = line_of(letter)
-    assert "at=run.tasks/1:4 stage=rollout reason=undecodable" in line
-    assert 'detail="not MessagePack"' in line
-    assert r"raw=b'\xc1ga'" in line
-
-
-def test_control_characters_in_a_text_are_escaped():
-    line = line_of(msgspec.structs.replace(run.task(0), prompt="a\x1b[2J\nb"))
-    assert "\x1b" not in line
-    assert "\n" not in line
-
-
-def test_the_format_string_is_kcats():
-    log, topics = recorded()
-    show = render.formatter(r"%t %p %o %k %T %S %%\t%h\n")
-    partition, entry = entries_of("tasks", log, topics)[0]
-    assert entry.record is not None
-    size = len(entry.record.value)
-    assert show("run.tasks", partition, entry) == (
-        f"run.tasks 0 0 0-0 {entry.timestamp_ms} {size} %\t"
-        f"schema={SCHEMA_MAJOR}.{SCHEMA_MINOR},type=task_dispatched,by=test,id=0-0\n"
-    )
-    event = msgspec.json.decode(render.formatter("%s")("run.tasks", partition, entry))
-    assert (event["group_id"], event["seq"]) == ("0-0", 0)
-
-
-@pytest.mark.parametrize("template", ["%z", "%", "\\", "\\q"])
-def test_an_unknown_format_sign_is_refused(template: str):
-    with pytest.raises(ConfigError, match="is unknown; known are"):
-        render.formatter(template)
+def test_memory_holds_one_read_of_each_partition():
+    log, topic = log_with([1000 + each for each in range(3000)], [1000 + each for each in range(3000)])
+    shown = Tail(log, topic, [0, 1], parse_start("beginning"), until_end=True)
+    most = 0
+    for _ in shown:
+        most = max(most, sum(len(waiting) for waiting in shown._waiting.values()))
+    assert shown.shown == 6000 and most <= 1000

@@ -90,17 +90,31 @@ def kept(address: str, topic: str) -> list[bytes]:
         return values
 
 
-def test_what_was_acknowledged_outlives_a_kill_and_a_stop_on_the_same_port(own_kafka: Node) -> None:
-    address = own_kafka.address
+@pytest.fixture(scope="module")
+def lasting(kafka_folder: Path) -> Iterator[Node]:
+    node = Node(kafka_folder / "node", port=0, java_options=QUICK)
+    yield node
+    node.kill()
+
+
+@pytest.fixture
+def running(lasting: Node) -> Node:
+    """The node of these tests, running; they may do anything to it that its next start mends."""
+    lasting.start()
+    return lasting
+
+
+def test_what_was_acknowledged_outlives_a_kill_and_a_stop_on_the_same_port(running: Node) -> None:
+    address = running.address
     create(address, "kept")
     put(address, "kept", b"before the kill")
-    own_kafka.kill()
-    assert own_kafka.status().answers is False
-    assert own_kafka.start() is True
+    running.kill()
+    assert running.status().answers is False
+    assert running.start() is True
     put(address, "kept", b"after the kill")
-    assert own_kafka.stop() is True
-    assert own_kafka.start() is True
-    assert own_kafka.address == address
+    assert running.stop() is True
+    assert running.start() is True
+    assert running.address == address
     assert kept(address, "kept") == [b"before the kill", b"after the kill"]
 
 
@@ -121,13 +135,13 @@ def test_a_node_takes_another_port_and_another_controller_port_with_the_same_dat
     assert kept(node.address, "moved") == [b"here"]
 
 
-def test_a_second_start_finds_it_running_and_another_port_is_refused_meanwhile(own_kafka: Node) -> None:
-    pid = own_kafka.pid
-    assert Node(own_kafka.data).start() is False
-    assert own_kafka.pid == pid
+def test_a_second_start_finds_it_running_and_another_port_is_refused_meanwhile(running: Node) -> None:
+    pid = running.pid
+    assert Node(running.data).start() is False
+    assert running.pid == pid
     with pytest.raises(ConfigError, match=r"runs on port \d+, not 1234: stop it first"):
-        Node(own_kafka.data, port=1234).start()
-    assert own_kafka.status().answers
+        Node(running.data, port=1234).start()
+    assert running.status().answers
 
 
 def test_two_processes_that_start_it_at_once_get_one_broker(make_kafka: MakeNode) -> None:
@@ -143,31 +157,31 @@ def test_two_processes_that_start_it_at_once_get_one_broker(make_kafka: MakeNode
 
 
 def test_a_hanging_node_is_told_from_a_running_one_and_can_be_stopped(
-    own_kafka: Node, monkeypatch: pytest.MonkeyPatch
+    running: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_module, "PROBE_TIMEOUT_S", 0.3)
-    pid = own_kafka.pid
-    own_kafka.pause()
-    assert own_kafka.status() == (pid, own_kafka.address, False)
-    own_kafka.resume()
+    pid = running.pid
+    running.pause()
+    assert running.status() == (pid, running.address, False)
+    running.resume()
     monkeypatch.undo()
-    assert own_kafka.status() == (pid, own_kafka.address, True)
-    own_kafka.pause()
-    assert own_kafka.stop() is True
-    assert own_kafka.status() == (None, own_kafka.address, False)
+    assert running.status() == (pid, running.address, True)
+    running.pause()
+    assert running.stop() is True
+    assert running.status() == (None, running.address, False)
     with pytest.raises(BrokerFailed, match="does not run"):
-        own_kafka.pause()
+        running.pause()
 
 
-def test_a_pid_file_that_names_another_process_is_not_believed(own_kafka: Node) -> None:
-    own_kafka.kill()
-    pid_file = own_kafka.data / "broker.pid"
+def test_a_pid_file_that_names_another_process_is_not_believed(running: Node) -> None:
+    running.kill()
+    pid_file = running.data / "broker.pid"
     pid_file.write_text(f"{os.getpid()}\n")
-    assert own_kafka.status().pid is None
-    own_kafka.kill()  # had it been believed, this process would be gone
-    assert own_kafka.start() is True
+    assert running.status().pid is None
+    running.kill()  # had it been believed, this process would be gone
+    assert running.start() is True
     pid_file_of_it = pid_file.read_text()
-    assert int(pid_file_of_it) == own_kafka.pid != os.getpid()
+    assert int(pid_file_of_it) == running.pid != os.getpid()
 
 
 def test_a_taken_port_is_refused_with_who_has_it(make_kafka: MakeNode) -> None:
@@ -191,15 +205,15 @@ def test_a_free_port_that_somebody_takes_first_is_replaced_by_another(
         assert node.status().answers
 
 
-def test_a_node_that_does_not_come_up_shows_the_end_of_its_log(own_kafka: Node) -> None:
-    own_kafka.stop()
-    broken = Node(own_kafka.data, properties={"num.io.threads": 0})
+def test_a_node_that_does_not_come_up_shows_the_end_of_its_log(running: Node) -> None:
+    running.stop()
+    broken = Node(running.data, properties={"num.io.threads": 0})
     with pytest.raises(
         BrokerFailed, match=r"ended while it was starting; the end of .*broker\.log:"
     ) as failed:
         broken.start()
     assert "num.io.threads" in str(failed.value)
-    assert own_kafka.start() is True
+    assert running.start() is True
 
 
 def test_a_setting_that_kafka_cannot_read_is_refused_before_anything_is_formatted(
@@ -272,19 +286,20 @@ def test_the_data_of_another_kafka_is_refused_by_its_cluster(tmp_path: Path) -> 
         Node(file).start()
 
 
-def test_data_that_changed_its_cluster_or_is_newer_is_refused(own_kafka: Node) -> None:
-    own_kafka.stop()
-    meta = own_kafka.data / "kafka" / "meta.properties"
+def test_data_that_changed_its_cluster_or_is_newer_is_refused(running: Node) -> None:
+    running.stop()
+    meta = running.data / "kafka" / "meta.properties"
     text = meta.read_text()
     meta.write_text(text.replace("node.id=1", "node.id=7"))
     with pytest.raises(ConfigError, match=r"another cluster or format: node\.id is 7, not 1"):
-        own_kafka.start()
+        running.start()
     meta.write_text(text)
-    state_file = own_kafka.data / "broker.json"
+    state_file = running.data / "broker.json"
     state = json.loads(state_file.read_text())
     state_file.write_text(json.dumps({**state, "kafka": "5.0.0"}))
     with pytest.raises(ConfigError, match=r"last used by Kafka 5\.0\.0"):
-        own_kafka.start()
+        running.start()
+    state_file.write_text(json.dumps(state))
 
 
 def test_an_interrupted_start_leaves_no_process_behind(make_kafka: MakeNode) -> None:

@@ -128,6 +128,7 @@ def test_jars_in_the_cache_are_used_without_maven_and_a_torn_cache_is_not(
     assert fetched[1].read_text() == "whole\n"
 
 
+@pytest.mark.slow  # Maven fetches 100 MB, and Java makes an archive of them
 def test_the_real_jars_are_fetched_anew_when_one_is_torn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,10 @@ class Failing(MemoryLog):
         self.check()
         return super().topics()
 
+    def partitions(self, *args):
+        self.check()
+        return super().partitions(*args)
+
     def offset_at(self, *args):
         self.check()
         return super().offset_at(*args)
@@ -91,9 +95,9 @@ class Failing(MemoryLog):
         self.check()
         return super().hints(*args)
 
-    def groups(self):
+    def groups(self, *args):
         self.check()
-        return super().groups()
+        return super().groups(*args)
 
     def commit_hint(self, *args):
         self.check()
@@ -105,7 +109,7 @@ class Failing(MemoryLog):
 
     def check_topic(self, *args, **kw):
         self.check()
-        return MemoryLog.check_topic(self, *args, **kw)
+        return super().check_topic(*args, **kw)
 
 
 @pytest.fixture
@@ -122,6 +126,7 @@ CALLS = {
     "recent_end": lambda log: log.recent_end(*T),
     "wait": lambda log: log.wait({T: 0}, timedelta(0)),
     "topics": lambda log: log.topics(),
+    "partitions": lambda log: log.partitions("t"),
     "offset_at": lambda log: log.offset_at(*T, 0),
     "join": lambda log: log.join("g", "t", replica=0, replicas=1),
     "hints": lambda log: log.hints("g"),

@@ -7,7 +7,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,6 +144,26 @@ def own(node: Node, prefix: str, way: Way) -> Iterator[World]:
     yield world
     node.start()
     world.close()
+
+
+@pytest.fixture
+def owns(node: Node, prefix: str) -> Iterator[list[World]]:
+    """Every way to read on that broker, so that all go through the same outage. (A child of the other client is no
+    other than this one.)"""
+    node.start()
+    ways = [*THREADS, Way("kafka-python", "process")]
+    worlds = [World(node.address, f"{prefix}{i}.", way) for i, way in enumerate(ways)]
+    yield worlds
+    node.start()
+    for world in worlds:
+        world.close()
+
+
+def together(worlds: Sequence[World], do: Callable[[World], object]) -> None:
+    """Each in a thread of its own; raises what the first of them raised."""
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        for future in [pool.submit(do, world) for world in worlds]:
+            future.result()
 
 
 def read_all(reader: Reader, topic: str, position: int = 0, partition: int = 0) -> list[Record]:
@@ -557,7 +578,7 @@ def test_control_records_come_quickly_beside_bulk(world: World) -> None:
     latencies: list[float] = []
     started = time.monotonic()
     try:
-        for position in range(100):
+        for position in range(50):
             control.append("ledger", b"e" * 200)
             acknowledged = time.monotonic()
             assert reader.wait({TopicPartition("ledger", 0): position}, SOON)
@@ -572,50 +593,58 @@ def test_control_records_come_quickly_beside_bulk(world: World) -> None:
     rate = read_bytes[0] / 1e6 / (time.monotonic() - started)
     latencies.sort()
     print(
-        f"{world.way}: beside {rate:.0f} MB/s of bulk a control record is read {latencies[50]:.1f} ms (median), "
-        f"{latencies[98]:.1f} ms (p99) after its acknowledgement"
+        f"{world.way}: beside {rate:.0f} MB/s of bulk a control record is read {latencies[25]:.1f} ms (median), "
+        f"{latencies[48]:.1f} ms (p98) after its acknowledgement"
     )
-    assert latencies[98] < 400
+    assert latencies[48] < 400
     assert rate > 1
 
 
 # -- when things go wrong
 
 
-@pytest.mark.parametrize(
-    "way",
-    [*THREADS, Way("kafka-python", "process")],
-    indirect=True,
-    ids=lambda way: f"{way.client} in a {way.ingest}",
-)
-def test_a_killed_broker_is_waited_for_and_all_goes_on_when_it_is_back(own: World, node: Node) -> None:
-    own.create("t", 2)
-    own.append("t", *numbered(0, 20))
-    reader, place = own.open(timeout=timedelta(seconds=1)), TopicPartition("t", 0)
-    batch = patiently(lambda: reader.read("t", 0, 0, 5, MB))  # a child takes a while to start
-    assert values(batch.records) == numbered(0, 5)
-    tail(reader, "t", 20)
-    own.rest()
+def test_a_killed_broker_is_waited_for_and_all_goes_on_when_it_is_back(owns: list[World], node: Node) -> None:
+    place = TopicPartition("t", 0)
+
+    def follow(world: World) -> None:
+        world.create("t", 2)
+        world.append("t", *numbered(0, 20))
+        reader = world.open(timeout=timedelta(seconds=1))
+        batch = patiently(lambda: reader.read("t", 0, 0, 5, MB))  # a child takes a while to start
+        assert values(batch.records) == numbered(0, 5)
+        tail(reader, "t", 20)
+        world.rest()
+
+    def be_without(world: World) -> None:
+        (reader,) = world.readers
+        started = time.monotonic()
+        assert reader.read("t", 0, 20, 10, MB) == Batch([], 20)
+        assert not reader.wait({place: 20}, timedelta(seconds=0.2))
+        reader.acked(TopicPartition("t", 1), 7, 1)
+        absent = rf"t/1: records from 3 on: not from {world.address} within 1 s"
+        with pytest.raises(LogUnavailable, match=absent):
+            reader.read("t", 1, 3, 10, MB)
+        with pytest.raises(LogUnavailable, match="its start"):
+            reader.start("t", 0)
+        assert time.monotonic() - started < 6
+
+    def go_on(world: World) -> None:
+        (reader,) = world.readers
+        back = time.monotonic()
+        world.append("t", b"20")
+        assert reader.wait({place: 20}, SOON)
+        print(f"{world.way}: read again {time.monotonic() - back:.1f} s after the broker answered")
+        assert time.monotonic() - back < 10
+        assert values(patiently(lambda: read_all(reader, "t"))) == numbered(0, 21)
+        with pytest.raises(OffsetOutOfRange):
+            patiently(lambda: reader.read("t", 1, 3, 10, MB))
+        assert time.monotonic() - back < 10
+
+    together(owns, follow)
     node.kill()
-    started = time.monotonic()
-    assert reader.read("t", 0, 20, 10, MB) == Batch([], 20)
-    assert not reader.wait({place: 20}, timedelta(seconds=0.2))
-    reader.acked(TopicPartition("t", 1), 7, 1)
-    with pytest.raises(LogUnavailable, match=rf"t/1: records from 3 on: not from {own.address} within 1 s"):
-        reader.read("t", 1, 3, 10, MB)
-    with pytest.raises(LogUnavailable, match="its start"):
-        reader.start("t", 0)
-    assert time.monotonic() - started < 6
+    together(owns, be_without)
     node.start()
-    back = time.monotonic()
-    own.append("t", b"20")
-    assert reader.wait({place: 20}, SOON)
-    print(f"{own.way}: read again {time.monotonic() - back:.1f} s after the broker answered")
-    assert time.monotonic() - back < 10
-    assert values(patiently(lambda: read_all(reader, "t"))) == numbered(0, 21)
-    with pytest.raises(OffsetOutOfRange):
-        patiently(lambda: reader.read("t", 1, 3, 10, MB))
-    assert time.monotonic() - back < 10
+    together(owns, go_on)
 
 
 def test_a_wait_for_the_broker_ends_when_the_process_is_to_stop(own: World, node: Node) -> None:
@@ -672,30 +701,38 @@ def test_a_partition_made_anew_does_not_leave_a_reader_stuck(world: World) -> No
     assert values(reader.read("t", 0, 1, 10, MB).records) == [b"newer"]
 
 
-def test_a_damaged_batch_is_an_error_that_says_where_reading_can_go_on(own: World, node: Node) -> None:
-    own.create("t")
-    for start in (0, 5, 10, 15):
-        own.append("t", *[b"damage me %d" % number for number in range(start, start + 5)])
-    own.rest()
-    node.stop()
-    (segment,) = node.data.glob(f"**/{own.prefix}t-0/00000000000000000000.log")
-    content = segment.read_bytes()
-    at = content.index(b"damage me 7")
-    segment.write_bytes(content[:at] + b"D" + content[at + 1 :])
-    node.start()
-    reader, place = own.open(), TopicPartition("t", 0)
+def test_a_damaged_batch_is_an_error_that_says_where_reading_can_go_on(owns: list[World], node: Node) -> None:
     good = [b"damage me %d" % number for number in range(20)]
-    for _ in range(2):  # by seeking, then with a feed
-        assert values(reader.read("t", 0, 0, 500, MB).records) == good[:5], "what lies before it comes first"
-        for position in (5, 7, 9):
-            with pytest.raises(CorruptRecord) as raised:
-                reader.read("t", 0, position, 500, MB)
-            error = raised.value
-            assert (error.topic, error.partition, error.offset, error.next_offset) == ("t", 0, position, 10)
-        assert values(read_all(reader, "t", 10)) == good[10:]
-        assert reader.wait({place: 0}, SOON)
-        time.sleep(0.3)
-    assert reader.wait({place: 5}, SOON), "a damaged record is there to be read: the read says so"
+    for world in owns:
+        world.create("t")
+        for start in (0, 5, 10, 15):
+            world.append("t", *good[start : start + 5])
+        world.rest()
+    node.stop()
+    for world in owns:
+        (segment,) = node.data.glob(f"**/{world.prefix}t-0/00000000000000000000.log")
+        content = segment.read_bytes()
+        at = content.index(b"damage me 7")
+        segment.write_bytes(content[:at] + b"D" + content[at + 1 :])
+    node.start()
+
+    def read_around_it(world: World) -> None:
+        reader, place = world.open(), TopicPartition("t", 0)
+        for _ in range(2):  # by seeking, then with a feed
+            before = values(patiently(lambda: reader.read("t", 0, 0, 500, MB)).records)
+            assert before == good[:5], "what lies before it comes first"
+            for position in (5, 7, 9):
+                with pytest.raises(CorruptRecord) as raised:
+                    reader.read("t", 0, position, 500, MB)
+                error = raised.value
+                assert (error.topic, error.partition, error.offset) == ("t", 0, position)
+                assert error.next_offset == 10
+            assert values(read_all(reader, "t", 10)) == good[10:]
+            assert reader.wait({place: 0}, SOON)
+            time.sleep(0.3)
+        assert reader.wait({place: 5}, SOON), "a damaged record is there to be read: the read says so"
+
+    together(owns, read_around_it)
 
 
 @pytest.mark.parametrize("way", [Way("kafka-python", "process")], indirect=True, ids=["process"])

@@ -228,7 +228,7 @@ OTHER_PROCESS = """
     writer.submit("t.ledger", 0, [NewRecord(b"other begins")]).result(30)
     print("ready", flush=True)
     sys.stdin.readline()
-    for i in range(250):
+    for i in range(120):
         future = writer.submit("t.ledger", 0, [NewRecord(f"other {i} {part}".encode()) for part in range(4)])
         if i % 4 == 0:
             future.result(30)
@@ -256,7 +256,7 @@ def test_records_of_one_call_are_contiguous_beside_another_process(shared: Log) 
         assert other.stdout.readline() == "ready\n"
         other.stdin.write("go\n")
         other.stdin.flush()
-        while other.poll() is None or len(futures) < 250:
+        while other.poll() is None or len(futures) < 120:
             count = 1 if len(futures) % 5 == 4 else 4
             futures.append(
                 writer.submit(
@@ -277,11 +277,11 @@ def test_records_of_one_call_are_contiguous_beside_another_process(shared: Log) 
         count = 1 if i % 5 == 4 else 4
         assert read[offset : offset + count] == [["mine", str(i), str(part)] for part in range(count)]
     others = [at for at, words in enumerate(read) if words[0] == "other" and words[2:] == ["0"]]
-    assert len(others) == 250
+    assert len(others) == 120
     for i, offset in enumerate(others):
         assert read[offset : offset + 4] == [["other", str(i), str(part)] for part in range(4)]
     changes = sum(one[0] != other[0] for one, other in pairwise(read))
-    assert changes > 20, "the two processes did not write at the same time"
+    assert changes > 10, "the two processes did not write at the same time"
 
 
 def test_kafka_python_still_has_the_lock_that_keeps_a_call_in_one_batch(kafka: str, prefix: str) -> None:
@@ -378,7 +378,7 @@ def test_a_spent_budget_holds_submit_back_until_its_deadline(both: list[Log], br
         log.create("t")
         writers.append(
             log.open(
-                bytes_in_flight=100_000, delivery_timeout=timedelta(seconds=3), interrupted=interrupted.is_set
+                bytes_in_flight=100_000, delivery_timeout=timedelta(seconds=2), interrupted=interrupted.is_set
             )
         )
         results([writers[-1].submit("t", 0, one("warm"))])
@@ -396,7 +396,7 @@ def test_a_spent_budget_holds_submit_back_until_its_deadline(both: list[Log], br
     waiter.join()
     small = [writer.submit("t", 0, one("y")) for writer in writers]  # wait for the large one to be given up
     assert {type(error) for error in errors(large, 1)} == {LogUnavailable}  # room first, then the future
-    assert time.monotonic() - started < 3 + 1
+    assert time.monotonic() - started < 2 + 1
     broker.resume()
     for writer in writers:
         eventually(
@@ -490,7 +490,7 @@ def test_a_callback_may_submit_while_the_budget_is_spent(shared: Log) -> None:
 def test_memory_stays_flat_while_a_broker_hangs_and_everything_is_delivered_once_after(
     both: list[Log], broker: Node
 ) -> None:
-    budget, size, count = 16 << 20, 256 << 10, 400  # 100 MiB are offered to each
+    budget, size, count = 16 << 20, 256 << 10, 200  # 50 MiB are offered to each
     for log in both:
         log.create("t", 4)
         writer = log.open(bytes_in_flight=budget)
@@ -508,7 +508,8 @@ def test_memory_stays_flat_while_a_broker_hangs_and_everything_is_delivered_once
     offering = [threading.Thread(target=offer, args=each) for each in zip(both, futures, strict=True)]
     for thread in offering:
         thread.start()
-    time.sleep(2.5)
+    eventually(lambda: min(map(len, futures)) * size > budget - 2 * size, "the budgets are spent")
+    time.sleep(0.5)  # in which no more may be taken
     grown, offered = _resident_bytes() - before, [len(each) for each in futures]
     broker.resume()
     for thread in offering:
@@ -537,7 +538,7 @@ def test_what_a_stopped_broker_did_not_take_is_reported_and_what_comes_in_time_i
     for log in both:
         log.create("hopeless")
         log.create("patient")
-        hopeless, patient = log.open(delivery_timeout=timedelta(seconds=5)), log.open()
+        hopeless, patient = log.open(delivery_timeout=timedelta(seconds=3)), log.open()
         results([hopeless.submit("hopeless", 0, one("before")), patient.submit("patient", 0, one("before"))])
     broker.kill()
     started = time.monotonic()
@@ -560,7 +561,7 @@ def test_what_a_stopped_broker_did_not_take_is_reported_and_what_comes_in_time_i
         assert log.writers[1].flush(timedelta(seconds=0.1)) == {TopicPartition("patient", 0): 10}
     for thread in closing:
         thread.join(SOON)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 6
     for log, futures in zip(both, lost, strict=True):
         assert log.undelivered == {TopicPartition("hopeless", 0): 10}
         assert {type(error) for error in errors(futures, 0)} == {LogUnavailable}
@@ -583,7 +584,7 @@ def test_what_a_stopped_broker_did_not_take_is_reported_and_what_comes_in_time_i
 
 
 def _close_undelivered(log: Log) -> None:
-    log.undelivered = log.writers[0].close(timedelta(seconds=5))
+    log.undelivered = log.writers[0].close(timedelta(seconds=3))
 
 
 def test_a_broker_killed_and_restarted_in_mid_stream_loses_nothing_that_was_acknowledged(
@@ -635,11 +636,11 @@ def test_an_outage_longer_than_the_limit_fails_in_time_and_then_it_works_again(
 ) -> None:
     for log in both:
         log.create("t", 2)
-        writer = log.open(delivery_timeout=timedelta(seconds=1.5), request_timeout=timedelta(seconds=1))
+        writer = log.open(delivery_timeout=timedelta(seconds=1), request_timeout=timedelta(seconds=0.7))
         results([writer.submit("t", p, one("before")) for p in range(2)])
     broker.pause()
     outcomes: list[tuple[float, BaseException | None]] = []
-    ended = time.monotonic() + 6  # the clients give up after 3 s
+    ended = time.monotonic() + 4  # the clients give up after 2 s
 
     def keep_trying(writer: Writer) -> None:
         while time.monotonic() < ended:
@@ -653,7 +654,7 @@ def test_an_outage_longer_than_the_limit_fails_in_time_and_then_it_works_again(
     for thread in trying:
         thread.join(SOON)
     assert {type(error) for _, error in outcomes} == {LogUnavailable}
-    assert max(took for took, _ in outcomes) < 1.5 + 0.7
+    assert max(took for took, _ in outcomes) < 1 + 0.7
     assert all(broker.address in str(error) for _, error in outcomes)
     broker.resume()
     back = time.monotonic()

@@ -1,0 +1,342 @@
+"""Groups for broadcasts of weights, as SGLang makes them, and the buckets in which weights go through one.
+
+    trainer: listen ─► (engines are told) ─► join(rank 0) ─► broadcast(bucket) … ─► close
+    engine:            join(rank ≥ 1, blocks until all are there) ─► broadcast(bucket) … ─► close
+
+A group stands beside the default one of torch.distributed and needs none: its ranks meet in a TCPStore, under the
+group's name (as `init_custom_process_group` in SGLang's srt/utils/common.py does), so one trainer feeds our own
+engines and SGLang servers in the same group. No call here waits longer than its deadline.
+
+A bucket is one uint8 tensor: the tensors of `plan`, one after the other without gaps. Both sides make the same plan
+from the published list, so nothing but bytes is sent; the digest of the version says whether they were the right ones.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from engine.weights import tensors as files
+from engine.weights.tensors import RawTensor, WeightsError
+from streams.errors import MillstreamError
+from streams.events import TensorInfo
+
+PORTS_TRIED = 100
+DEVICES = {"gloo": "", "nccl": "cuda", "mccl": "musa"}  # backend → device of its ranks; "": any
+_ARRIVED = "millstream/arrived"
+_POLL_S = 0.001
+
+
+class TransferError(MillstreamError):
+    """A group could not be formed, or a broadcast did not come to its end; the message says why."""
+
+
+# ---------------------------------------------------------------- buckets
+def plan(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:
+    """Which tensors go in which bucket, in the order of the published list; the same on every side.
+
+    A tensor larger than `bucket_bytes` has a bucket of its own. Within a bucket the widest types come first: so every
+    tensor begins at a multiple of its item, without gaps, as SGLang's flattened buckets demand.
+
+    >>> infos = [TensorInfo("a", [3], "BF16", 6), TensorInfo("b", [2], "F32", 8), TensorInfo("c", [9], "F32", 36)]
+    >>> [[info.name for info in bucket] for bucket in plan(infos, 16)]
+    [['b', 'a'], ['c']]
+    """
+    buckets: list[list[TensorInfo]] = []
+    room = 0
+    for info in tensors:
+        if not buckets or info.nbytes > room:
+            buckets.append([])
+            room = max(bucket_bytes, info.nbytes)
+        buckets[-1].append(info)
+        room -= info.nbytes
+    for bucket in buckets:
+        bucket.sort(key=lambda info: -files.item_bytes(info.dtype))
+    return buckets
+
+
+def size_of(bucket: Sequence[TensorInfo]) -> int:
+    return sum(info.nbytes for info in bucket)
+
+
+def check_layout(tensors: Sequence[TensorInfo]) -> None:
+    """Raise WeightsError for a published list whose sizes are not those of its shapes: no plan can be made of it."""
+    for info in tensors:
+        if files.size_of(info) != info.nbytes:
+            raise WeightsError(
+                f"{info.name} is published with {info.nbytes} bytes, its shape has {files.size_of(info)}"
+            )
+
+
+def fill(buffer: Any, bucket: Sequence[TensorInfo], tensors: Mapping[str, RawTensor]) -> Any:
+    """Copy a bucket's tensors into `buffer` (uint8, torch); returns the part that is filled."""
+    import torch
+
+    at = 0
+    for info in bucket:
+        if info.nbytes:
+            buffer[at : at + info.nbytes].copy_(torch.from_numpy(tensors[info.name].data))
+        at += info.nbytes
+    return buffer[:at]
+
+
+def views(buffer: Any, bucket: Sequence[TensorInfo]) -> dict[str, Any]:
+    """The tensors of a bucket that was received: views of its memory, no copies."""
+    import torch
+
+    found, at = {}, 0
+    for info in bucket:
+        dtype = getattr(torch, files.dtype_name(info.dtype))
+        found[info.name] = buffer[at : at + info.nbytes].view(dtype).reshape(info.shape)
+        at += info.nbytes
+    return found
+
+
+# ---------------------------------------------------------------- groups
+class Listener:
+    """The trainer's end of a group that is not formed yet: it listens when this is constructed.
+
+    `port` is the first one that is tried (0: any free one). Raises TransferError when none of them can be had.
+    """
+
+    def __init__(self, address: str, port: int, world_size: int, timeout: timedelta) -> None:
+        self.address, self.world_size = address, world_size
+        server = _bind(address, port)
+        self.port = int(server.getsockname()[1])
+        try:
+            self.store: Any = _c10d().TCPStore(
+                address,
+                self.port,
+                world_size,
+                is_master=True,
+                timeout=timeout,
+                wait_for_workers=False,
+                master_listen_fd=server.detach(),
+            )
+        except Exception as error:
+            raise TransferError(f"no store at {address}:{self.port}: {error}") from error
+
+    def arrived(self, group: str, ranks: Sequence[int], backend: str) -> list[int]:
+        """Those of these ranks that came to the meeting place. (SGLang's are seen with Gloo alone.)"""
+        mesh, prefixed = self.store, _c10d().PrefixStore
+        for prefix in (group, f"{group}/", "cpu/", "0"):  # where Gloo's own ranks leave their addresses
+            mesh = prefixed(prefix, mesh)
+        try:
+            return [
+                rank
+                for rank in ranks
+                if self.store.check([f"{_ARRIVED}/{group}/{rank}"])
+                or (backend == "gloo" and mesh.check([str(rank)]))
+            ]
+        except Exception:  # the store itself is gone
+            return []
+
+    def close(self) -> None:
+        """Ranks that still wait for others fail at once."""
+        self.store = None
+
+
+class Group:
+    """One rank of a group. Not for several threads at once, but `close` may be called from another."""
+
+    def __init__(self, process_group: Any, store: Any, name: str, backend: str) -> None:
+        self.name, self.backend = name, backend
+        self._group, self._store = process_group, store
+
+    def start(self, tensor: Any, deadline: float) -> Callable[[], None]:
+        """Begin to send (rank 0) or to receive `tensor`; what is returned waits for the end.
+
+        `deadline` by time.monotonic. Both raise TransferError; then the group is of no use any more.
+        """
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        options.asyncOp = True
+        group = self._group
+        if group is None:
+            raise TransferError(f"group {self.name} is closed")
+        try:
+            work = group.broadcast([tensor], options)
+        except Exception as error:
+            raise TransferError(f"group {self.name}: {_first_line(error)}") from error
+        return lambda: self._wait(work, tensor, deadline)
+
+    def broadcast(self, tensor: Any, deadline: float) -> None:
+        self.start(tensor, deadline)()
+
+    def _wait(self, work: Any, tensor: Any, deadline: float) -> None:
+        try:
+            if (
+                tensor.device.type != "cpu"
+            ):  # there wait() would only queue on the device's stream, without a deadline
+                while not work.is_completed():
+                    if time.monotonic() >= deadline:
+                        raise TimeoutError("the broadcast did not end within its deadline")
+                    time.sleep(_POLL_S)
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except Exception as error:
+            raise TransferError(f"group {self.name}: {_first_line(error)}") from error
+
+    def close(self) -> None:
+        """Leave, now: the others' broadcasts that are under way fail. Never raises, may be called twice."""
+        import torch.distributed as distributed
+
+        group, self._group, self._store = self._group, None, None
+        if group is None:
+            return
+        if self.backend != "gloo":  # a kernel that waits for a peer ends by this alone
+            _quietly(getattr(group, "abort", lambda: None))
+        _quietly(lambda: distributed.destroy_process_group(group))
+
+
+def join(
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    group: str,
+    backend: str,
+    timeout: timedelta,
+    *,
+    listener: Listener | None = None,
+) -> Group:
+    """Meet the other ranks at `address:port`; returns when all are there. Rank 0 passes its listener.
+
+    Raises TransferError when they are not by `timeout`, or rank 0 gives up.
+    """
+    c10d = _c10d()
+    private = c10d.distributed_c10d  # torch has no public way to a group beside the default one
+    began = time.monotonic()
+    try:
+        if listener is not None:
+            store = listener.store
+        else:
+            store = c10d.TCPStore(
+                address, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
+            )
+            store.set(f"{_ARRIVED}/{group}/{rank}", "1")
+        left = max(timedelta(milliseconds=1), timeout - timedelta(seconds=time.monotonic() - began))
+        store.set_timeout(left)
+        made: Any = private._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            private.Backend(backend),
+            c10d.PrefixStore(group, store),
+            group_name=group,
+            timeout=left,
+        )[0]
+        private._world.pg_group_ranks[made] = {each: each for each in range(world_size)}
+    except Exception as error:
+        raise TransferError(
+            f"group {group} at {address}:{port}, rank {rank}: {_first_line(error)}"
+        ) from error
+    return Group(made, store, group, backend)
+
+
+def _c10d() -> Any:
+    import torch.distributed.distributed_c10d
+
+    return torch.distributed
+
+
+def _bind(address: str, port: int) -> socket.socket:
+    tried = range(port, min(port + PORTS_TRIED, 65536)) if port else [0]
+    failure: OSError | None = None
+    for each in tried:
+        try:
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return socket.create_server((address, each), family=family, backlog=128)
+        except OSError as error:
+            failure = error
+    where = f"ports {tried[0]} to {tried[-1]}" if port else "any port"
+    raise TransferError(
+        f"the trainer cannot listen at {address}, {where} ({failure}); set weights.master_address to an address of "
+        "this machine, and weights.master_port to a port that is free"
+    )
+
+
+def own_address(hosts: Sequence[str]) -> str:
+    """Where engines on these hosts reach this machine: the loopback when all of them are here."""
+    here = socket.gethostname()
+    if all(host == here for host in hosts):
+        return "127.0.0.1"
+    try:
+        return str(socket.getaddrinfo(here, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise TransferError(
+            f"this machine's name {here!r} has no address ({error}); set weights.master_address"
+        ) from None
+
+
+class Measured(NamedTuple):
+    """Of one version that went through a group."""
+
+    nbytes: int
+    seconds: float
+
+
+def send_all(
+    group: Group, tensors: Mapping[str, RawTensor], buckets: Sequence[Sequence[TensorInfo]], device: str,
+    deadline: float,
+) -> Measured:  # fmt: skip
+    """Broadcast all buckets in order, from two buffers: one is filled while the other is on its way."""
+    import torch
+
+    began = time.monotonic()
+    largest = max((size_of(bucket) for bucket in buckets), default=0)
+    buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in buckets[:2]]
+    wait: Callable[[], None] | None = None
+    for place, bucket in enumerate(buckets):
+        part = _as_it_lies(bucket, tensors, device)
+        if part is None:
+            part = fill(buffers[place % 2], bucket, tensors)
+        if wait is not None:
+            wait()
+        wait = group.start(part, deadline) if part.numel() else None
+    if wait is not None:
+        wait()
+    return Measured(sum(map(size_of, buckets)), time.monotonic() - began)
+
+
+def receive_all(
+    group: Group, buckets: Sequence[Sequence[TensorInfo]], device: str, deadline: float
+) -> dict[str, Any]:
+    """All tensors, in new memory. Raises TransferError; what had come until then is given up."""
+    import torch
+
+    received: dict[str, Any] = {}
+    for bucket in buckets:
+        buffer = torch.empty(size_of(bucket), dtype=torch.uint8, device=device)
+        if buffer.numel():
+            group.broadcast(buffer, deadline)
+        received.update(views(buffer, bucket))
+    return received
+
+
+def _as_it_lies(bucket: Sequence[TensorInfo], tensors: Mapping[str, RawTensor], device: str) -> Any | None:
+    """A bucket of one tensor in main memory needs no copy."""
+    import torch
+
+    if len(bucket) != 1 or device != "cpu" or not tensors[bucket[0].name].data.flags.writeable:
+        return None
+    return torch.from_numpy(tensors[bucket[0].name].data)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{text[:300] or type(error).__name__}"
+
+
+def _quietly(function: Callable[[], object]) -> None:
+    try:
+        function()
+    except Exception:
+        pass  # what is left behind ends with the process; the group is over in any case

@@ -1,0 +1,331 @@
+"""The trainer's side of broadcasts: a thread that feeds the engines beside training, and never holds it up.
+
+    publisher: file written ─► prepare ─► WeightsPublished(uris + group) appended ─► send ──► returns at once
+                                  │ members changed: old group ended, new one: listen ─► TransferGroupFormed
+    thread:                       └─────────────── join (first version) ─► buckets ─► idle
+                                        │ failed or too late: group closed ─► who was lost? ─► TransferGroupEnded
+
+States: no group ─ prepare ─► forming ─ joined ─► formed ─ send ─► sending ─► formed
+        any of them ─ failure, or other members at the next prepare ─► no group.
+
+A version that is published while another is still on its way goes by the file alone, so the trainer waits for nobody.
+A failure costs the version nothing: its file was there before. Who was lost is who did not come to the meeting
+place, or gives no sign of life any more; the next publication forms a new group, of a new name, without them.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import msgspec
+
+from consumers.runner import Clock, now_ms
+from engine.weights import collective
+from engine.weights.collective import Group, Listener
+from engine.weights.membership import Candidate, Members
+from engine.weights.tensors import RawTensor, raw
+from streams.errors import LogFull, LogUnavailable
+from streams.events import Event, TransferGroupEnded, TransferGroupFormed, WeightsPublished
+
+logger = logging.getLogger(__name__)
+
+TRANSPORT = "distributed"
+BACKENDS = {
+    "cpu": "gloo",
+    "cuda": "nccl",
+    "musa": "mccl",
+}  # device of the trainer → library of its broadcasts
+BLAME_S = 3.0  # after a failure: how long a member that lives has time for a sign of it
+_LOOK_S = 0.5  # between two looks at the fleet while there is nothing to send
+
+Append = Callable[[Event], object]  # to the topic `fleet`
+
+
+class Sent(NamedTuple):
+    """How the last broadcast ended."""
+
+    published: WeightsPublished
+    group: str
+    receivers: list[str]
+    error: str  # "": every bucket was sent
+    lost: list[str]
+    seconds: float
+
+
+class _Formed(NamedTuple):
+    event: TransferGroupFormed
+    candidates: list[Candidate]
+    listener: Listener
+
+    @property
+    def engines(self) -> list[str]:
+        return [each.engine for each in self.candidates]
+
+
+class _Job(NamedTuple):
+    published: WeightsPublished
+    tensors: Mapping[str, RawTensor]
+
+
+class Sender:
+    """`prepare` and `send` from one thread, the publisher's; `close` from any. The thread is the sender's own.
+
+    `address` "" is found by the members' hosts, `port` as in Listener. `device`: where buckets are sent from.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        append: Append,
+        *,
+        epoch: int,
+        bucket_bytes: int,
+        deadline: timedelta,
+        backend: str = "gloo",
+        address: str = "",
+        port: int = 0,
+        device: str = "cpu",
+        clock: Clock = now_ms,
+        blame: timedelta = timedelta(seconds=BLAME_S),
+    ) -> None:
+        self._members, self._append, self._epoch, self._clock = members, append, epoch, clock
+        self._bucket_bytes, self._deadline, self._backend = bucket_bytes, deadline, backend
+        self._address, self._port, self._device = address, port, device
+        self._blame_s = blame.total_seconds()
+        self.sent: Sent | None = None
+        self._formed: _Formed | None = None
+        self._group: Group | None = None
+        self._said = ""
+        self._n_groups, self._life = 0, secrets.token_hex(3)
+        self._job: _Job | None = None  # waits or is under way
+        self._closing = False
+        self._changed = threading.Condition()
+        self._fleet = threading.Lock()  # the fold of the fleet is one thread's at a time
+        self._thread = threading.Thread(target=self._run, name="sender", daemon=True)
+        self._thread.start()
+
+    # -- the publisher's thread
+    def prepare(self, published: WeightsPublished) -> WeightsPublished:
+        """The record to append: it names the group by which the version will come, if there is one to send it to."""
+        with self._changed:
+            if self._job is not None or self._closing:
+                return published  # the one before is still on its way
+        try:
+            collective.check_layout(published.tensors)
+            self._form()
+        except (LogFull, LogUnavailable):
+            raise
+        except Exception as error:
+            self._say(f"no group for broadcasts: {error}")
+        if self._formed is None:
+            return published
+        uris = {**published.uris, TRANSPORT: self._formed.event.group}
+        return msgspec.structs.replace(published, uris=uris)
+
+    def send(self, published: WeightsPublished, tensors: Mapping[str, Any]) -> None:
+        """Begin to broadcast a version whose record is in the ledger. `tensors` must be a snapshot."""
+        if self._formed is None or published.uris.get(TRANSPORT) != self._formed.event.group:
+            return
+        job = _Job(published, {name: raw(tensor) for name, tensor in tensors.items()})
+        with self._changed:
+            self._job = job
+            self._changed.notify_all()
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Until nothing is under way; False when the time is over. For tests and measurements: training never waits."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._job is None, timeout.total_seconds())
+
+    def close(self, timeout: timedelta = timedelta(seconds=2)) -> None:
+        """End the group. A version on its way has `timeout` to arrive, else its engines take it from disk."""
+        self.wait(timeout)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        was_idle = self._job is None
+        self._close_group()
+        if was_idle:
+            self._end("finished", "the trainer ends")
+        self._thread.join(timeout.total_seconds())
+
+    # -- forming
+    def _form(self) -> None:
+        """Keep the group if its members are those that may be counted on now; else another takes its place."""
+        with self._fleet:
+            self._members.catch_up()
+            candidates = self._members.candidates()
+        wanted = collective.DEVICES.get(self._backend, "")
+        candidates = [each for each in candidates if not wanted or each.device == wanted]
+        if self._formed is not None:
+            if candidates == self._formed.candidates:
+                return
+            self._close_group()
+            self._end("membership", _difference(self._formed.engines, [each.engine for each in candidates]))
+        if not candidates:
+            return
+        address = self._address or collective.own_address([each.host for each in candidates])
+        world_size = 1 + sum(each.n_ranks for each in candidates)
+        listener = Listener(address, self._port, world_size, self._deadline)
+        event = self._event(listener, candidates)
+        try:
+            self._append(event)
+        except BaseException:
+            listener.close()
+            raise
+        self._formed, self._said = _Formed(event, candidates, listener), ""
+        logger.info("trainer: group %s for broadcasts to %s", event.group, ", ".join(self._formed.engines))
+
+    def _event(self, listener: Listener, candidates: Sequence[Candidate]) -> TransferGroupFormed:
+        self._n_groups += 1
+        members, rank = [], 1
+        for each in candidates:
+            members.append((each.engine, rank, each.n_ranks))
+            rank += each.n_ranks
+        return TransferGroupFormed(
+            epoch=self._epoch,
+            group=f"e{self._epoch}-g{self._n_groups}-{self._life}",
+            backend=self._backend,
+            address=listener.address,
+            port=listener.port,
+            world_size=listener.world_size,
+            members=members,
+            bucket_bytes=self._bucket_bytes,
+            deadline_s=self._deadline.total_seconds(),
+            at_ms=self._clock(),
+        )
+
+    def _close_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
+        if self._formed is not None:
+            self._formed.listener.close()
+
+    def _end(self, reason: str, detail: str, lost: Sequence[str] = ()) -> None:
+        formed, self._formed = self._formed, None
+        if formed is None:
+            return
+        ended = TransferGroupEnded(
+            epoch=self._epoch,
+            group=formed.event.group,
+            reason=reason,
+            detail=detail[:2000],
+            lost=list(lost),
+            at_ms=self._clock(),
+        )
+        try:
+            self._append(ended)
+        except (LogFull, LogUnavailable) as error:  # its members have seen the connection close
+            logger.warning("trainer: the end of group %s is not in the log: %s", formed.event.group, error)
+
+    # -- the sender's thread
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._job is not None or self._closing, _LOOK_S)
+                job = self._job
+                if job is None and self._closing:
+                    return
+            if job is None:
+                self._look()
+                continue
+            self._broadcast(job)
+            with self._changed:
+                self._job = None
+                self._changed.notify_all()
+
+    def _look(self) -> None:
+        try:
+            with self._fleet:
+                self._members.catch_up()
+        except Exception as error:
+            self._say(f"the fleet cannot be followed: {error}")
+
+    def _broadcast(self, job: _Job) -> None:
+        formed = self._formed
+        assert formed is not None
+        began, error = time.monotonic(), ""
+        try:
+            group = self._joined(formed)
+            buckets = collective.plan(job.published.tensors, self._bucket_bytes)
+            deadline = time.monotonic() + self._deadline.total_seconds()
+            collective.send_all(group, job.tensors, buckets, self._device, deadline)
+        except Exception as failure:
+            error = str(failure) or type(failure).__name__
+        seconds, lost = time.monotonic() - began, []
+        if error:
+            lost = self._failed(formed, job.published, error)
+        else:
+            with self._fleet:
+                self._members.took_part(formed.engines)
+        self.sent = Sent(job.published, formed.event.group, formed.engines, error, lost, seconds)
+
+    def _joined(self, formed: _Formed) -> Group:
+        if self._group is None:
+            event = formed.event
+            self._group = collective.join(
+                event.address, event.port, 0, event.world_size, event.group, event.backend, self._deadline,
+                listener=formed.listener,
+            )  # fmt: skip
+        return self._group
+
+    def _failed(self, formed: _Formed, published: WeightsPublished, error: str) -> list[str]:
+        """Close the group on all sides, find out who was lost, and say so."""
+        absent = self._absent(formed) if self._group is None else []
+        self._close_group()
+        try:
+            lost = absent or self._silent(formed)
+            with self._fleet:
+                self._members.lost(lost or formed.engines)  # nobody in particular: none is tried for ever
+        except Exception as failure:
+            self._say(f"the fleet cannot be followed: {failure}")
+            lost = absent
+        logger.warning(
+            "trainer: version %d was not broadcast to %s (%s); lost: %s. Engines take it from disk", published.version,
+            ", ".join(formed.engines), error, ", ".join(lost) or "nobody in particular",
+        )  # fmt: skip
+        self._end("failed", error, lost)
+        return lost
+
+    def _absent(self, formed: _Formed) -> list[str]:
+        """Members that never came to the meeting place; [] where that cannot be seen (SGLang servers with NCCL)."""
+        came, absent = False, []
+        for engine, first, n_ranks in formed.event.members:
+            ranks = range(first, first + n_ranks)
+            if len(formed.listener.arrived(formed.event.group, ranks, self._backend)) < n_ranks:
+                absent.append(engine)
+            else:
+                came = True
+        return absent if came or self._backend == "gloo" else []
+
+    def _silent(self, formed: _Formed) -> list[str]:
+        """Members without a sign of life since the failure, which every daemon that lives gives within a second."""
+        with self._fleet:
+            self._members.catch_up()
+        moment = time.monotonic()
+        while True:
+            with self._fleet:
+                self._members.catch_up()
+                silent = self._members.silent_since(formed.engines, moment)
+            if not silent or self._closing or time.monotonic() - moment >= self._blame_s:
+                return silent
+            time.sleep(0.1)
+
+    def _say(self, problem: str) -> None:
+        """Once, until a group is formed again."""
+        if problem != self._said:
+            self._said = problem
+            logger.warning("trainer: %s; engines take versions from disk", problem)
+
+
+def _difference(before: Sequence[str], now: Sequence[str]) -> str:
+    came = [name for name in now if name not in before]
+    gone = [name for name in before if name not in now]
+    words = [f"{word}: {', '.join(names)}" for word, names in (("new", came), ("gone", gone)) if names]
+    return "; ".join(words) or "an engine joined anew"

@@ -1,0 +1,325 @@
+"""Versions by broadcast to engines in processes of their own, over Gloo, and every way in which that fails.
+
+After each failure: the trainer was held up no longer than the deadline, what an engine says it holds is what the
+trainer published, bit for bit, and the next version goes by broadcast to those that are left.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from engine.cli import main
+from engine.roles import topics_of
+from engine.weights.store import digest
+from streams.events import (
+    EngineFailed,
+    EngineReady,
+    Metrics,
+    Paused,
+    Resumed,
+    TransferGroupEnded,
+    TransferGroupFormed,
+)
+from streams.open import open_log
+from tests.engine.transfer_daemons import (
+    Fault,
+    TestTrainer,
+    _candidates,
+    eventually,
+    fleet,
+    rollout,
+    serve_role,
+    tiny_run,
+    trainer_that_dies,
+    weights_of,
+)
+from tests.support.events import events, put
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tests.engine.transfer_daemons"])
+
+
+class Fleet:
+    """A trainer in this process, and engines in others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.processes = folder, {}
+        self.trainers: list[TestTrainer] = []
+
+    def trainer(self, **settings: Any) -> TestTrainer:
+        self.trainers.append(TestTrainer(self.folder, **settings))
+        return self.trainers[-1]
+
+    def start(self, replica: int, fault: Fault | None = None) -> None:
+        process = CONTEXT.Process(target=rollout, args=(str(self.folder), replica, fault), daemon=True)
+        process.start()
+        self.processes[replica] = process
+
+    def signal(self, replica: int, number: int) -> None:
+        os.kill(self.processes[replica].pid, number)
+
+    def whole(self, *replicas: int) -> None:
+        """Wait until these and no others may be counted on."""
+        names = [f"rollout-{replica}" for replica in replicas]
+        trainer = self.trainers[-1]
+        eventually(lambda: _candidates(trainer) == names, f"{names} to be candidates")
+
+    def ready(self, replica: int, version: int) -> EngineReady:
+        name = f"rollout-{replica}"
+        return eventually(
+            lambda: next(
+                (each for each in self.events(EngineReady) if (each.engine, each.version) == (name, version)),
+                None,
+            ),
+            f"{name} at {version}",
+        )
+
+    def ways(self, version: int, *replicas: int) -> list[str]:
+        return [self.ready(replica, version).transport for replica in replicas]
+
+    def events(self, kind: type) -> list[Any]:
+        return [event for event in fleet(self.trainers[-1].log) if isinstance(event, kind)]
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()  # a stopped one too
+            process.join(10)
+        for trainer in self.trainers:
+            trainer.close()
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[Fleet]:
+    made = Fleet(tmp_path)
+    try:
+        yield made
+        for event in made.events(EngineReady):  # never a mixture: what it held then, digested by itself
+            assert event.checksum == event.digest == digest(weights_of(event.version))
+    finally:
+        made.close()
+
+
+def timed(call: Callable[[], Any]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
+
+
+def test_versions_come_by_broadcast_to_all_who_are_there_and_one_who_joins_is_in_the_next_group(
+    engines: Fleet,
+) -> None:
+    trainer = engines.trainer()
+    # nobody is there: no group, no wait
+    assert "distributed" not in trainer.publish(1).uris and trainer.sender.sent is None
+    engines.start(0)
+    engines.whole(0)
+    first = trainer.publish(2)
+    again = trainer.publish(3)
+    assert engines.ways(1, 0) == ["disk"] and engines.ways(2, 0) == engines.ways(3, 0) == ["distributed"]
+    assert first.uris["distributed"] == again.uris["distributed"]
+    engines.start(1)
+    engines.whole(0, 1)
+    assert trainer.publish(4).uris["distributed"] != first.uris["distributed"]
+    assert engines.ways(4, 0, 1) == ["distributed"] * 2
+    (ended,) = engines.events(TransferGroupEnded)
+    assert (ended.group, ended.reason, ended.detail) == (
+        first.uris["distributed"],
+        "membership",
+        "new: rollout-1",
+    )
+    # it leaves: the next version costs nothing and needs no group
+    engines.processes[1].terminate()
+    engines.processes[0].terminate()
+    eventually(lambda: not _candidates(trainer), "no engine to be counted on", 20)
+    assert "distributed" not in trainer.publish(5).uris
+
+
+def test_o27_an_engine_killed_just_before_a_version_is_named_and_the_next_goes_to_the_others(
+    engines: Fleet,
+) -> None:
+    trainer = engines.trainer(deadline_s=10)
+    trainer.publish(3)
+    for replica in (0, 1, 2):
+        engines.start(replica)
+    engines.whole(0, 1, 2)
+    trainer.publish(4)
+    assert engines.ways(4, 0, 1, 2) == ["distributed"] * 3
+    engines.signal(2, signal.SIGKILL)
+    assert timed(lambda: trainer.publish(5)) <= 15
+    sent = trainer.sender.sent
+    assert sent is not None and sent.error and sent.lost == ["rollout-2"]
+    assert engines.events(TransferGroupEnded)[-1].lost == ["rollout-2"]
+    engines.ready(0, 5), engines.ready(1, 5)
+    engines.whole(0, 1)
+    trainer.publish(6)
+    sent = trainer.sender.sent
+    assert sent is not None and not sent.error and sent.receivers == ["rollout-0", "rollout-1"]
+    assert engines.ways(6, 0, 1) == ["distributed"] * 2
+
+
+def test_o28_a_version_of_which_a_bucket_failed_is_not_acknowledged_before_it_came_whole_from_disk(
+    engines: Fleet,
+) -> None:
+    trainer = engines.trainer()
+    trainer.publish(4)
+    engines.start(0, Fault("raise", version=5))
+    engines.start(1)
+    engines.whole(0, 1)
+    trainer.publish(5)
+    assert engines.ready(0, 5).transport == "disk"  # the fixture compares its digest with the trainer's
+    engines.ready(1, 5)
+    mine = [event for event in fleet(trainer.log) if getattr(event, "engine", "") == "rollout-0"]
+    failed = next(place for place, event in enumerate(mine) if isinstance(event, EngineFailed))
+    assert "no memory for this bucket" in mine[failed].detail
+    assert not any(isinstance(event, EngineReady) and event.version == 5 for event in mine[:failed])
+    engines.whole(0, 1)
+    trainer.publish(6)
+    assert engines.ways(6, 0, 1) == ["distributed"] * 2
+
+
+def test_weights_that_came_damaged_to_one_engine_are_taken_from_disk_by_it_alone_and_the_group_goes_on(
+    engines: Fleet,
+) -> None:
+    trainer = engines.trainer()
+    trainer.publish(4)
+    engines.start(0, Fault("corrupt", version=5))
+    engines.start(1)
+    engines.whole(0, 1)
+    trainer.publish(5)
+    assert engines.ways(5, 0, 1) == ["disk", "distributed"]
+    (failed,) = engines.events(EngineFailed)
+    assert (failed.engine, failed.reason) == ("rollout-0", "weights_mismatch")
+    trainer.publish(6)
+    assert engines.ways(6, 0, 1) == ["distributed"] * 2
+    assert len(engines.events(TransferGroupFormed)) == 1
+
+
+def test_an_engine_killed_in_the_middle_of_a_broadcast_takes_no_other_with_it(engines: Fleet) -> None:
+    trainer = engines.trainer(deadline_s=10)
+    trainer.publish(4)
+    for replica, fault in ((0, None), (1, Fault("kill", version=5))):
+        engines.start(replica, fault)
+    engines.whole(0, 1)
+    assert timed(lambda: trainer.publish(5)) <= 15
+    sent = trainer.sender.sent
+    assert sent is not None and sent.lost == ["rollout-1"]
+    engines.ready(0, 5)
+    engines.whole(0)
+    trainer.publish(6)
+    assert engines.ways(6, 0) == ["distributed"]
+
+
+def test_a_frozen_engine_costs_its_deadline_and_catches_up_from_disk_when_it_goes_on(engines: Fleet) -> None:
+    trainer = engines.trainer(deadline_s=4)
+    trainer.publish(4)
+    for replica, fault in ((0, None), (1, Fault("stop", version=5))):
+        engines.start(replica, fault)
+    engines.whole(0, 1)
+    assert timed(lambda: trainer.publish(5)) <= 12  # deadline, and looking for who was lost
+    sent = trainer.sender.sent
+    assert sent is not None and sent.lost == ["rollout-1"]
+    engines.ready(0, 5)
+    engines.whole(0)
+    trainer.publish(6)
+    assert engines.ways(6, 0) == ["distributed"]
+    engines.signal(1, signal.SIGCONT)
+    assert engines.ready(1, 6).transport == "disk"
+    engines.whole(0, 1)
+    trainer.publish(7)
+    assert engines.ways(7, 0, 1) == ["distributed"] * 2
+
+
+def test_an_engine_that_never_joins_is_named_and_after_three_times_left_out(engines: Fleet) -> None:
+    trainer = engines.trainer(deadline_s=3)
+    trainer.publish(1)
+    engines.start(0)
+    engines.start(1, Fault("no_join"))
+    for version in (2, 3, 4):
+        engines.whole(0, 1)
+        trainer.publish(version)
+        sent = trainer.sender.sent
+        assert sent is not None and sent.lost == ["rollout-1"]
+        engines.ready(0, version), engines.ready(1, version)
+    engines.whole(0)
+    trainer.publish(5)
+    assert engines.ways(5, 0, 1) == ["distributed", "disk"]
+
+
+def test_a_trainer_killed_in_the_middle_of_a_broadcast_leaves_engines_whole_for_the_next(
+    engines: Fleet,
+) -> None:
+    engines.trainer().publish(1)
+    engines.start(0)
+    engines.whole(0)
+    dying = CONTEXT.Process(target=trainer_that_dies, args=(str(engines.folder), 2), daemon=True)
+    dying.start()
+    dying.join(60)
+    assert dying.exitcode == -signal.SIGKILL
+    assert engines.ways(2, 0) == ["distributed"]
+    assert engines.ways(3, 0) == ["disk"]  # its file was there before the broadcast began
+    trainer = engines.trainer()
+    engines.whole(0)
+    trainer.publish(4)
+    assert engines.ways(4, 0) == ["distributed"]
+
+
+# ---------------------------------------------------------------- a whole run
+STEPS = 6
+
+
+def test_a_run_with_broadcasts_is_whole_and_its_engines_say_how_each_version_came(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path / "run")
+    processes = [
+        CONTEXT.Process(target=serve_role, args=(config.run.dir, role, replica, replicas), daemon=True)
+        for role, replica, replicas in (
+            *(("feeder", 0, 1), ("reward", 0, 1), ("collector", 0, 1), ("trainer", 0, 1)),
+            *(("rollout", 0, 2), ("rollout", 1, 2)),
+        )
+    ]
+    log, topics = open_log(config.log.url), topics_of(config)
+    topics.create(log)
+    # no step before both engines are there, so that every version after the first is broadcast
+    put(log, topics, "ledger", Paused(by="test"))
+    try:
+        for process in processes:
+            process.start()
+        eventually(
+            lambda: both_are_there(log, topics), "both engines to hold version 0 and to show life", 240
+        )
+        put(log, topics, "ledger", Resumed(by="test"))
+        for process in processes:
+            process.join(240)
+            assert process.exitcode == 0, process
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+    ready = {
+        (event.engine, event.version): event.transport
+        for event in events(log, topics, "fleet")
+        if isinstance(event, EngineReady)
+    }
+    for engine in ("rollout-0", "rollout-1"):
+        # (the last version comes when the run ends, and so do the engines)
+        assert [ready[engine, version] for version in range(STEPS)] == ["disk"] + ["distributed"] * (
+            STEPS - 1
+        )
+    assert not [event for event in events(log, topics, "fleet") if isinstance(event, EngineFailed)]
+    log.close()
+    assert main(["verify", config.run.dir]) == 0
+
+
+def both_are_there(log: Any, topics: Any) -> bool:
+    ready = {event.engine for event in events(log, topics, "fleet") if isinstance(event, EngineReady)}
+    signs = [event.source for event in events(log, topics, "metrics") if isinstance(event, Metrics)]
+    return len(ready) == 2 and all(signs.count(engine) >= 3 for engine in ready)
