@@ -33,7 +33,7 @@ from engine.config_fields import get, has_mark, marked, replaced
 from engine.config_kafka import find_kafka_problems
 from engine.config_reader import ENV_PREFIX, Reader
 from engine.config_toml import dump_toml, show
-from engine.settings import Config, global_batch_size, groups_per_version, open_groups_cap, samples_per_step
+from engine.settings import Config, global_batch_size, open_groups_cap, samples_per_step
 from streams.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -50,7 +50,6 @@ __all__ = [
     "dump_toml",
     "fingerprint",
     "global_batch_size",
-    "groups_per_version",
     "load_config",
     "open_groups_cap",
     "run_data",

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from engine.config_fields import get, marked
-from engine.settings import Config, groups_per_version, open_groups_cap, samples_per_step
+from engine.settings import Config, open_groups_cap, samples_per_step
 
 REDACTED = "<redacted>"
 ENV_REFERENCE, FILE_REFERENCE = "env:", "file:"  # a secret is written as env:NAME or file:/path
@@ -204,12 +204,12 @@ def _batches(config: Config) -> Iterator[Problem]:
             f"rollout.max_open_groups = {own}: a batch could never fill; raise or remove the cap",
         )
     limit = config.staleness.max_weight_staleness
-    most = (limit + 1) * groups_per_version(config)
+    most = (limit + 1) * trainer.rollout_batch_size
     if own is not None and own > most:
         yield Problem(
             ("rollout.max_open_groups", "staleness.max_weight_staleness", "trainer.rollout_batch_size"),
             f"rollout.max_open_groups = {own} asks to generate ahead of what staleness.max_weight_staleness = {limit} "
-            f"allows: {most} groups = (limit + 1) × rollout_batch_size × update_weights_interval; "
+            f"allows: {most} groups = (limit + 1) × rollout_batch_size; "
             "raise the limit, or lower or remove max_open_groups",
         )
 

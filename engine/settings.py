@@ -719,16 +719,13 @@ def global_batch_size(config: Config) -> int:
     )
 
 
-def groups_per_version(config: Config) -> int:
-    """G of the admission rule (DESIGN §4): groups that are used up from one published version to the next."""
-    return config.trainer.rollout_batch_size * config.weights.update_weights_interval
-
-
 def open_groups_cap(config: Config, max_weight_staleness: int | None = None) -> int:
-    """How many dispatched groups may be open at once: (limit + 1) × G, or the user's own lower cap.
+    """How many dispatched groups may be open at once: (limit + 1) × rollout_batch_size, or the user's own lower cap.
+
+    Every step makes a version, whether it is published or not, so `update_weights_interval` has no part in it.
 
     `max_weight_staleness` is the limit in force where it was changed in the live run.
     """
     limit = config.staleness.max_weight_staleness if max_weight_staleness is None else max_weight_staleness
-    cap = (limit + 1) * groups_per_version(config)
+    cap = (limit + 1) * config.trainer.rollout_batch_size
     return cap if config.rollout.max_open_groups is None else min(cap, config.rollout.max_open_groups)

@@ -65,7 +65,7 @@ def import_slice(path: Path, run_dir: Path) -> tuple[Manifest, Restored]:
             raise ConfigError(f"{run_dir} cannot be made: {error.strerror}") from error
         try:
             (draft / CONFIG_FILE).write_text(reader.manifest.config, encoding="utf-8")
-            _check_config(path, draft)
+            _check_config(path, reader.manifest, draft)
             restored = restore(path, reader, draft)
             (draft / IMPORTED_FILE).write_bytes(_note(reader.manifest))
             draft.rename(run_dir)
@@ -78,14 +78,26 @@ def import_slice(path: Path, run_dir: Path) -> tuple[Manifest, Restored]:
     return reader.manifest, restored
 
 
-def _check_config(path: Path, draft: Path) -> None:
-    """Before the rest: the configuration of another version may not be readable."""
+def _check_config(path: Path, manifest: Manifest, draft: Path) -> None:
+    """Before the rest: the configuration of another version may not be readable.
+
+    And whoever wrote it: no command that is given the directory may end at another log than the one in it.
+    """
     from engine.config import load_config
+    from replay.slices.restore import LOG_FOLDER
 
     try:
-        load_config(draft, environ={})
+        config = load_config(draft, environ={})
     except ConfigError as error:
         raise ConfigError(f"{path}: this version cannot read its configuration: {error}") from error
+    wanted = {
+        "log.url": (config.log.url, f"file://{draft.resolve() / LOG_FOLDER}"),
+        "run.name": (config.run.name, manifest.run),
+        "log.partitions": (config.log.partitions, manifest.partitions),
+    }
+    for key, (says, own) in wanted.items():
+        if says != own:
+            raise ConfigError(f"{path}: its configuration has {key} = {says!r}, which is not that of its own log")
 
 
 def _note(manifest: Manifest) -> bytes:

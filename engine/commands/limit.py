@@ -56,6 +56,7 @@ def change_limit(config: Config, limit: int, from_step: int = 0) -> str:
     _refuse_limit(config, limit)
     if not common.has_log(config):
         raise ConfigError(f"no log at {common.log_folder(config)}: this run has not been started")
+    rundir.refuse_imported(config)
     rundir.refuse_other_run(config, patient=False)
     with open_run_log(config) as log:
         try:

@@ -24,6 +24,7 @@ def adopt(config: Config, *, rewrite: bool = True) -> Path:
     """
     common.require_shared_log(config)
     run_dir = Path(config.run.dir)
+    refuse_imported(config)
     refuse_other_run(config)
     make_run_dir(run_dir)
     if (run_dir / CONFIG_FILE).exists() and not rewrite:
@@ -32,6 +33,20 @@ def adopt(config: Config, *, rewrite: bool = True) -> Path:
     draft.write_text(dump_toml(config), encoding="utf-8")
     draft.replace(run_dir / CONFIG_FILE)
     return run_dir
+
+
+def refuse_imported(config: Config) -> None:
+    """Raise ConfigError for what `millstream import` made: a piece of another run's history is read, never gone on with.
+
+    Its topics end at different places: what a stage takes for work that is open was done elsewhere.
+    """
+    log = common.log_folder(config)
+    for folder in (Path(config.run.dir), *([log.parent] if log is not None else [])):
+        if (folder / IMPORTED_FILE).is_file():
+            raise ConfigError(
+                f"{folder} was made by millstream import: it holds a piece of a run, to be read and replayed, and "
+                "nothing is written into it; start a run of its own (run.dir)"
+            )
 
 
 def make_run_dir(run_dir: Path) -> None:

@@ -53,6 +53,7 @@ class Receive(NamedTuple):
 
 class Leave(NamedTuple):
     group: str
+    is_over: bool  # the trainer has given it up: nothing more comes, not even of a version that is on its way
 
 
 Action = Join | Receive | Leave
@@ -85,20 +86,20 @@ class Transfers:
         joins: list[Action] = []
         receives: list[Action] = []
         leaves: list[Action] = []
-        ended: list[str] = []
+        ended: dict[str, bool] = {}  # group → is it over
         for event in self._fleet_news():
             if isinstance(event, TransferGroupFormed):
                 joins += self._formed(event)
             elif isinstance(event, TransferGroupEnded) and event.group in self._groups:
-                ended.append(event.group)
+                ended[event.group] = event.reason == "failed"
         for event in ledger_news:
             if isinstance(event, WeightsPublished):
                 receives += self._published(event)
-        ended += [name for name, group in self._groups.items() if group.epoch < self._epoch]
-        for name in dict.fromkeys(ended):
+        ended |= {name: True for name, group in self._groups.items() if group.epoch < self._epoch}
+        for name, is_over in ended.items():
             del self._groups[name]
             self._told = {key for key in self._told if key[0] != name}
-            leaves.append(Leave(name))
+            leaves.append(Leave(name, is_over))
         return [*joins, *receives, *leaves]
 
     def _formed(self, event: TransferGroupFormed) -> list[Action]:
@@ -191,7 +192,13 @@ class GroupReceiver:
         deadline = time.monotonic() + joined.deadline_s
         try:
             buckets = collective.plan(published.tensors, bucket_bytes)
-            tensors = collective.receive_all(joined.group, buckets, self._device, deadline)
+            tensors = collective.receive_all(
+                joined.group,
+                buckets,
+                self._device,
+                deadline,
+                lambda: "the group was left meanwhile" if group in self._closed else "",
+            )
         except Exception as error:  # of the group, or of this machine, as when there is no memory for it
             self.leave(group)
             raise EngineError(TRANSFER_FAILED, f"version {published.version}: {error}") from error

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from consumers.ledger import Ledger
 from consumers.runner import Clock, now_ms
@@ -49,6 +49,7 @@ Tell = Callable[[Event], None]
 class _Membership(NamedTuple):
     formed: TransferGroupFormed
     joining: asyncio.Future[None]
+    is_over: asyncio.Event
 
 
 class WeightsWatch:
@@ -103,9 +104,11 @@ class WeightsWatch:
             if isinstance(action, Join):
                 joining = asyncio.ensure_future(self.engine.join_group(action.formed, action.first_rank))
                 joining.add_done_callback(self._joined)
-                self._groups[action.formed.group] = _Membership(action.formed, joining)
-            else:
-                self._to_do.append(action)
+                self._groups[action.formed.group] = _Membership(action.formed, joining, asyncio.Event())
+                continue
+            self._to_do.append(action)
+            if isinstance(action, Leave) and action.is_over and action.group in self._groups:
+                self._groups[action.group].is_over.set()
         self._matched = published
         self.keep_current()
 
@@ -201,15 +204,43 @@ class WeightsWatch:
             self._tell_ready(published, time.monotonic() - began, TRANSPORT)
 
     async def _receive(self, published: WeightsPublished, membership: _Membership) -> float:
+        """Ends early, with an error, when the trainer has given the group up."""
         formed = membership.formed
+        over = asyncio.ensure_future(membership.is_over.wait())
+        try:
+            if await self._ended_first(membership.joining, over, formed):
+                membership.joining.result()
+                receiving = asyncio.ensure_future(
+                    self.engine.receive(published, formed.group, formed.bucket_bytes)
+                )
+                if await self._ended_first(receiving, over, formed) or await self._told_to_end(
+                    receiving, formed
+                ):
+                    return receiving.result()
+        finally:
+            over.cancel()
+        why = "the trainer has given it up" if membership.is_over.is_set() else "it took too long"
+        detail = f"version {published.version} did not come by group {formed.group}: {why}"
+        raise EngineError(TRANSFER_FAILED, detail)
+
+    async def _ended_first(
+        self, wanted: asyncio.Future[Any], over: asyncio.Future[Any], formed: TransferGroupFormed
+    ) -> bool:
         limit_s = formed.deadline_s + GRACE_S
         try:
-            await asyncio.wait_for(asyncio.shield(membership.joining), limit_s)
-            receive = self.engine.receive(published, formed.group, formed.bucket_bytes)
-            return await asyncio.wait_for(receive, limit_s)
-        except asyncio.TimeoutError:
-            detail = f"version {published.version} did not come by group {formed.group} within {limit_s:g} s"
-            raise EngineError(TRANSFER_FAILED, detail) from None
+            await asyncio.wait({wanted, over}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            wanted.cancel()
+            raise
+        return wanted.done()
+
+    async def _told_to_end(self, receiving: asyncio.Future[float], formed: TransferGroupFormed) -> bool:
+        """The engine itself ends a receive of a group that it leaves: what came whole may be in service already."""
+        await self.engine.leave_group(formed.group)
+        await asyncio.wait({receiving}, timeout=GRACE_S)
+        if not receiving.done():
+            receiving.cancel()
+        return receiving.done()
 
     async def _leave(self, group: str) -> None:
         self._groups.pop(group).joining.cancel()

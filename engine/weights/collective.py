@@ -14,6 +14,7 @@ from the published list, so nothing but bytes is sent; the digest of the version
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -27,11 +28,19 @@ from streams.events import TensorInfo
 PORTS_TRIED = 100
 DEVICES = {"gloo": "", "nccl": "cuda", "mccl": "musa"}  # backend → device of its ranks; "": any
 _ARRIVED = "millstream/arrived"
-_POLL_S = 0.001
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.002  # between two looks at a broadcast that is under way
+
+_CLOSE_S = 0.5
+
+GiveUp = Callable[[], str]  # why it is no use to wait any longer; "": it is
 
 
 class TransferError(MillstreamError):
     """A group could not be formed, or a broadcast did not come to its end; the message says why."""
+
+
+def _never() -> str:
+    return ""
 
 
 # ---------------------------------------------------------------- buckets
@@ -146,10 +155,11 @@ class Group:
         self.name, self.backend = name, backend
         self._group, self._store = process_group, store
 
-    def start(self, tensor: Any, deadline: float) -> Callable[[], None]:
+    def start(self, tensor: Any, deadline: float, give_up: GiveUp = _never) -> Callable[[], None]:
         """Begin to send (rank 0) or to receive `tensor`; what is returned waits for the end.
 
-        `deadline` by time.monotonic. Both raise TransferError; then the group is of no use any more.
+        `deadline` by time.monotonic; `give_up` is asked all the while. Both raise TransferError; then the group is of
+        no use any more.
         """
         from torch.distributed import BroadcastOptions
 
@@ -164,36 +174,32 @@ class Group:
             work = group.broadcast([tensor], options)
         except Exception as error:
             raise TransferError(f"group {self.name}: {_first_line(error)}") from error
-        return lambda: self._wait(work, tensor, deadline)
+        return lambda: self._wait(work, deadline, give_up)
 
-    def broadcast(self, tensor: Any, deadline: float) -> None:
-        self.start(tensor, deadline)()
-
-    def _wait(self, work: Any, tensor: Any, deadline: float) -> None:
+    def _wait(self, work: Any, deadline: float, give_up: GiveUp) -> None:
         try:
-            if (
-                tensor.device.type != "cpu"
-            ):  # there wait() would only queue on the device's stream, without a deadline
-                while not work.is_completed():
-                    if time.monotonic() >= deadline:
-                        raise TimeoutError("the broadcast did not end within its deadline")
-                    time.sleep(_POLL_S)
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            nap_s = _SHORTEST_NAP_S  # wait() has no deadline on a device, where it only queues on a stream
+            while not work.is_completed():
+                if time.monotonic() >= deadline:
+                    raise TimeoutError("the broadcast did not end within its deadline")
+                if why := give_up():
+                    raise TimeoutError(why)
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+            work.wait()
         except Exception as error:
             raise TransferError(f"group {self.name}: {_first_line(error)}") from error
 
     def close(self) -> None:
-        """Leave, now: the others' broadcasts that are under way fail. Never raises, may be called twice."""
-        import torch.distributed as distributed
+        """Leave: the others' broadcasts that are under way fail. Never raises, may be called twice.
 
-        group, self._group, self._store = self._group, None, None
-        if group is None:
-            return
-        if self.backend != "gloo":  # a kernel that waits for a peer ends by this alone
-            _quietly(getattr(group, "abort", lambda: None))
-        _quietly(lambda: distributed.destroy_process_group(group))
+        A broadcast of Gloo that was given up holds its connections until its own deadline; nobody waits for that.
+        """
+        parts, self._group, self._store = [self._group, self._store], None, None
+        if parts[0] is not None:
+            thread = threading.Thread(target=_destroy, args=(parts, self.backend), name="close", daemon=True)
+            thread.start()
+            thread.join(_CLOSE_S)
 
 
 def join(
@@ -284,9 +290,13 @@ class Measured(NamedTuple):
 
 
 def send_all(
-    group: Group, tensors: Mapping[str, RawTensor], buckets: Sequence[Sequence[TensorInfo]], device: str,
+    group: Group,
+    tensors: Mapping[str, RawTensor],
+    buckets: Sequence[Sequence[TensorInfo]],
+    device: str,
     deadline: float,
-) -> Measured:  # fmt: skip
+    give_up: GiveUp = _never,
+) -> Measured:
     """Broadcast all buckets in order, from two buffers: one is filled while the other is on its way."""
     import torch
 
@@ -300,14 +310,18 @@ def send_all(
             part = fill(buffers[place % 2], bucket, tensors)
         if wait is not None:
             wait()
-        wait = group.start(part, deadline) if part.numel() else None
+        wait = group.start(part, deadline, give_up) if part.numel() else None
     if wait is not None:
         wait()
     return Measured(sum(map(size_of, buckets)), time.monotonic() - began)
 
 
 def receive_all(
-    group: Group, buckets: Sequence[Sequence[TensorInfo]], device: str, deadline: float
+    group: Group,
+    buckets: Sequence[Sequence[TensorInfo]],
+    device: str,
+    deadline: float,
+    give_up: GiveUp = _never,
 ) -> dict[str, Any]:
     """All tensors, in new memory. Raises TransferError; what had come until then is given up."""
     import torch
@@ -316,7 +330,7 @@ def receive_all(
     for bucket in buckets:
         buffer = torch.empty(size_of(bucket), dtype=torch.uint8, device=device)
         if buffer.numel():
-            group.broadcast(buffer, deadline)
+            group.start(buffer, deadline, give_up)()
         received.update(views(buffer, bucket))
     return received
 
@@ -333,6 +347,16 @@ def _as_it_lies(bucket: Sequence[TensorInfo], tensors: Mapping[str, RawTensor], 
 def _first_line(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{text[:300] or type(error).__name__}"
+
+
+def _destroy(parts: list[Any], backend: str) -> None:
+    """`parts`: [group, store], the last references to them."""
+    import torch.distributed as distributed
+
+    if backend != "gloo":  # a kernel that waits for a peer ends by this alone
+        _quietly(getattr(parts[0], "abort", lambda: None))
+    _quietly(lambda: distributed.destroy_process_group(parts[0]))
+    parts.clear()
 
 
 def _quietly(function: Callable[[], object]) -> None:

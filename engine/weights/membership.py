@@ -99,6 +99,17 @@ class Members:
             if name not in self._engines or self._heard.get(self._engines[name].daemon, 0.0) <= moment
         ]
 
+    def gone(self, candidates: Collection[Candidate]) -> list[str]:
+        """Those of whom there is no fresh sign of life, or who left or joined anew."""
+        now = time.monotonic()
+        return [
+            each.engine
+            for each in candidates
+            if (engine := self._engines.get(each.engine)) is None
+            or engine.candidate.incarnation != each.incarnation
+            or now - self._heard.get(engine.daemon, float("-inf")) > self._fresh_s
+        ]
+
     def _is_alive(self, engine: _Engine, now: float) -> bool:
         heard = self._heard.get(engine.daemon, float("-inf"))
         return now - heard <= self._fresh_s and heard > engine.heard_after

@@ -9,8 +9,9 @@ States: no group ─ prepare ─► forming ─ joined ─► formed ─ send �
         any of them ─ failure, or other members at the next prepare ─► no group.
 
 A version that is published while another is still on its way goes by the file alone, so the trainer waits for nobody.
-A failure costs the version nothing: its file was there before. Who was lost is who did not come to the meeting
-place, or gives no sign of life any more; the next publication forms a new group, of a new name, without them.
+A failure costs the version nothing: its file was there before. A broadcast is given up at its deadline, and as soon as
+an engine that it waits for gives no sign of life. Who was lost is that one, or who did not come to the meeting place,
+or says nothing any more; the next publication forms a new group, of a new name, without them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -27,7 +30,7 @@ import msgspec
 
 from consumers.runner import Clock, now_ms
 from engine.weights import collective
-from engine.weights.collective import Group, Listener
+from engine.weights.collective import Group, Listener, TransferError
 from engine.weights.membership import Candidate, Members
 from engine.weights.tensors import RawTensor, raw
 from streams.errors import LogFull, LogUnavailable
@@ -42,6 +45,7 @@ BACKENDS = {
     "musa": "mccl",
 }  # device of the trainer → library of its broadcasts
 BLAME_S = 3.0  # after a failure: how long a member that lives has time for a sign of it
+_SLICE_S = 0.1  # of the wait for a group to come together
 _LOOK_S = 0.5  # between two looks at the fleet while there is nothing to send
 
 Append = Callable[[Event], object]  # to the topic `fleet`
@@ -99,6 +103,7 @@ class Sender:
         self._address, self._port, self._device = address, port, device
         self._blame_s = blame.total_seconds()
         self.sent: Sent | None = None
+        self._gone: list[str] = []  # for whose sake a broadcast was given up
         self._formed: _Formed | None = None
         self._group: Group | None = None
         self._said = ""
@@ -250,12 +255,12 @@ class Sender:
     def _broadcast(self, job: _Job) -> None:
         formed = self._formed
         assert formed is not None
-        began, error = time.monotonic(), ""
+        began, error, self._gone = time.monotonic(), "", []
         try:
             group = self._joined(formed)
             buckets = collective.plan(job.published.tensors, self._bucket_bytes)
             deadline = time.monotonic() + self._deadline.total_seconds()
-            collective.send_all(group, job.tensors, buckets, self._device, deadline)
+            collective.send_all(group, job.tensors, buckets, self._device, deadline, self._give_up(formed))
         except Exception as failure:
             error = str(failure) or type(failure).__name__
         seconds, lost = time.monotonic() - began, []
@@ -267,20 +272,50 @@ class Sender:
         self.sent = Sent(job.published, formed.event.group, formed.engines, error, lost, seconds)
 
     def _joined(self, formed: _Formed) -> Group:
-        if self._group is None:
-            event = formed.event
-            self._group = collective.join(
-                event.address, event.port, 0, event.world_size, event.group, event.backend, self._deadline,
-                listener=formed.listener,
-            )  # fmt: skip
-        return self._group
+        """On a thread of its own, so that it can be given up before its deadline."""
+        if self._group is not None:
+            return self._group
+        event, joined = formed.event, Future()
+        threading.Thread(
+            target=_join, args=(event, self._deadline, formed.listener, joined), daemon=True
+        ).start()
+        give_up = self._give_up(formed)
+        while True:
+            try:
+                self._group = joined.result(_SLICE_S)
+                return self._group
+            except FutureTimeout:
+                if why := give_up():
+                    joined.add_done_callback(_close_what_came)
+                    raise TransferError(f"group {event.group}: {why}") from None
+
+    def _give_up(self, formed: _Formed) -> collective.GiveUp:
+        """No use to wait for an engine that gives no sign of life: the others take the version from disk meanwhile."""
+        looked = 0.0
+
+        def why() -> str:
+            nonlocal looked
+            if self._closing:
+                return "the trainer ends"
+            if time.monotonic() - looked < _LOOK_S:
+                return ""
+            looked = time.monotonic()
+            with self._fleet:
+                self._members.catch_up()
+                self._gone = self._members.gone(formed.candidates)
+            return f"no sign of life of {', '.join(self._gone)}" if self._gone else ""
+
+        return why
 
     def _failed(self, formed: _Formed, published: WeightsPublished, error: str) -> list[str]:
         """Close the group on all sides, find out who was lost, and say so."""
-        absent = self._absent(formed) if self._group is None else []
+        absent = self._absent(formed) if self._group is None and not self._gone else []
+        if self._gone:  # say so first: Gloo may hold the others' connections until the deadline
+            self._end("failed", error, self._gone)
         self._close_group()
+        formed.listener.close()
         try:
-            lost = absent or self._silent(formed)
+            lost = self._gone or absent or self._silent(formed)
             with self._fleet:
                 self._members.lost(lost or formed.engines)  # nobody in particular: none is tried for ever
         except Exception as failure:
@@ -322,6 +357,29 @@ class Sender:
         if problem != self._said:
             self._said = problem
             logger.warning("trainer: %s; engines take versions from disk", problem)
+
+
+def _join(event: TransferGroupFormed, deadline: timedelta, listener: Listener, joined: Future[Group]) -> None:
+    try:
+        joined.set_result(
+            collective.join(
+                event.address,
+                event.port,
+                0,
+                event.world_size,
+                event.group,
+                event.backend,
+                deadline,
+                listener=listener,
+            )
+        )
+    except BaseException as error:
+        joined.set_exception(error)
+
+
+def _close_what_came(joined: Future[Group]) -> None:
+    if joined.exception() is None:
+        joined.result().close()
 
 
 def _difference(before: Sequence[str], now: Sequence[str]) -> str:

@@ -95,7 +95,7 @@ class Model:
         self.steps: list[ModelStep] = []
 
     def run(self, n_steps: int) -> list[ModelStep]:
-        """Raises ConfigError when the model makes no more steps: every group is too old at this setting."""
+        """Raises ConfigError when the model makes no more steps, as with fewer open groups than a step needs."""
         self._feed()
         for _ in range(_MOST_EVENTS):
             if len(self.steps) >= n_steps:
@@ -105,7 +105,8 @@ class Model:
             self._now, _, act = heapq.heappop(self._events)
             act()
         raise ConfigError(
-            f"limit {self.setting.limit}: the model stops after {len(self.steps)} steps, for every group is dropped"
+            f"limit {self.setting.limit}: the model makes no step after {len(self.steps)}: either every group is "
+            f"dropped, or fewer groups may be open ({self.setting.capacity}) than a step needs ({self.setting.batch})"
         )
 
     def after(self, seconds: float, act: Callable[[], None]) -> None:

@@ -76,7 +76,9 @@ class Export:
         outcomes = read_outcomes(self._log, self._topics)
         self._filter = RowFilter(self._choice, outcomes)
         with Locked(self._folder):
-            state, goes_on = open_state(self._folder, self._topics.run, self._to, self._choice)
+            state, goes_on = open_state(
+                self._folder, self._topics.run, self._to, self._choice, outcomes.began
+            )
             try:
                 for table in self._choice.tables:
                     self._tables[table.name] = self._open_table(

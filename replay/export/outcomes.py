@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from consumers.advantages import group_advantages
 from replay.records import Entry, entries
-from streams.events import BatchCut, Closing, EpochStarted, RunFinished, StepSkipped
+from streams.events import BatchCut, Closing, EpochStarted, RunFinished, RunStarted, StepSkipped
 from streams.log import EventLog
 from streams.topics import Topics
 
@@ -50,6 +50,7 @@ class Outcomes:
 
     def __init__(self) -> None:
         self.end = 0
+        self.began = ""  # which run this is, of all that had its name; "": nothing says so yet
         self.finished = False
         self.cut_ms: dict[int, int] = {}  # step → when
         self.skipped: dict[int, str] = {}  # step → reason
@@ -90,6 +91,8 @@ class Outcomes:
             return
         if isinstance(event, Closing):
             self._close(entry, event)
+        elif isinstance(event, RunStarted):
+            self.began = self.began or f"{event.started_ms}-{event.config_fingerprint[:12]}"
         elif isinstance(event, StepSkipped):
             self.skipped[event.step] = event.reason
         elif isinstance(event, RunFinished):

@@ -28,6 +28,7 @@ class State(msgspec.Struct):
     run: str
     to: str
     choice: dict[str, Any]
+    began: str = ""  # of the run, since its name and the positions may be another's too; "": it had not begun
     positions: dict[str, int] = {}
     open: dict[str, list[int]] = {}  # offsets of records whose rows may still change
     kept: dict[str, int] = {}  # table → what opens its file again
@@ -38,13 +39,15 @@ class State(msgspec.Struct):
         write_new(folder / STATE_FILE, json.dumps(msgspec.to_builtins(self), indent=1).encode() + b"\n")
 
 
-def open_state(folder: Path, run: str, to: str, choice: Choice) -> tuple[State, bool]:
+def open_state(folder: Path, run: str, to: str, choice: Choice, began: str) -> tuple[State, bool]:
     """The state of an earlier export of the same choice, or a fresh one; and whether there was one.
+
+    `began` tells runs of one name apart (Outcomes.began).
 
     Raises ConfigError when the folder holds another export, or something else.
     """
     path = folder / STATE_FILE
-    asked = State(FORMAT, run, to, msgspec.json.decode(msgspec.json.encode(choice._asdict())))
+    asked = State(FORMAT, run, to, msgspec.json.decode(msgspec.json.encode(choice._asdict())), began)
     if not path.exists():
         if any(folder.iterdir()):
             raise ConfigError(f"--out {folder}: is not empty and holds no export; name a new folder")
@@ -59,6 +62,11 @@ def open_state(folder: Path, run: str, to: str, choice: Choice) -> tuple[State, 
     changes = _differences(state, asked)
     if changes:
         raise ConfigError(f"--out {folder} holds another export ({'; '.join(changes)}): name a new folder")
+    if state.began not in ("", began):
+        raise ConfigError(
+            f"--out {folder} holds an export of another run that is called {run}, too: name a new folder"
+        )
+    state.began = began
     return state, True
 
 

@@ -136,11 +136,15 @@ def _write_piece(path: Path, run_dir: Path, piece: FilePiece, *, is_first: bool)
         not parts
         or PurePosixPath(piece.name).is_absolute()
         or ".." in parts
-        or parts[0] == LOG_FOLDER
+        or parts[0].casefold() == LOG_FOLDER  # some file systems know no case
         or len(parts) < 2
+        or "\0" in piece.name
     ):
         raise SliceError(f"{path} names a file {piece.name!r} that does not belong into a run directory")
     file = run_dir.joinpath(*parts)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "wb" if is_first else "ab") as opened:
-        opened.write(piece.content)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "wb" if is_first else "ab") as opened:
+            opened.write(piece.content)
+    except OSError as error:
+        raise SliceError(f"{path}: its file {piece.name!r} cannot be written: {error.strerror}") from error

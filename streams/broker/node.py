@@ -243,7 +243,9 @@ class Node:
         heap = os.environ.get("KAFKA_HEAP_OPTS", DEFAULT_HEAP).split()
         marked = [base[0], process.mark(self.data), *heap, *base[1:]]
         try:
-            process.launch([*marked, "kafka.Kafka", properties], self.data, self._pid_file, self.log, os.environ)
+            process.launch(
+                [*marked, "kafka.Kafka", properties], self.data, self._pid_file, self.log, os.environ
+            )
             self._wait(now, deadline)
         except BaseException:
             self._kill()  # also after a Ctrl-C: half a start is none

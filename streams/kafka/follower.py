@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.1
 _UNUSED_S = 30.0  # a feed that nobody asks for is let go
 _CHECK_S = 5.0  # a feed to which nothing comes for so long: is there really nothing?
-_CATCH_UP_S = 0.5  # a feed that readers have overtaken goes to where they are after so long, if nothing comes sooner
+_CATCH_UP_S = 0.5  # a feed that readers have overtaken goes to where they are after so long, at the latest
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between a consumer that failed and the next
 _KEPT_PART = 8  # of a feed's share, this part is kept of what has been read
 

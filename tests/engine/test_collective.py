@@ -163,7 +163,7 @@ def test_what_is_sent_in_buckets_arrives_bit_for_bit_and_a_receiver_waits_no_lon
                 collective.send_all(group, raws, buckets, "cpu", time.monotonic() + 20)
         group.close(), group.close()
         with pytest.raises(TransferError, match="group pair is closed"):
-            group.broadcast(torch.zeros(1), time.monotonic() + 1)
+            group.start(torch.zeros(1), time.monotonic() + 1)
     finally:
         process.kill()
         listener.close()

@@ -313,8 +313,8 @@ def test_what_lies_just_inside_the_limits_is_taken(overrides: list[str]) -> None
 def test_derived_sizes_follow_from_the_settings() -> None:
     config = build_config(LEAST, ["trainer.num_steps_per_rollout=4", "weights.update_weights_interval=2"])
     assert global_batch_size(config) == 32 * 8 // 4
-    assert open_groups_cap(config) == (2 + 1) * 32 * 2
-    assert open_groups_cap(config, max_weight_staleness=5) == (5 + 1) * 32 * 2
+    assert open_groups_cap(config) == (2 + 1) * 32
+    assert open_groups_cap(config, max_weight_staleness=5) == (5 + 1) * 32
     assert open_groups_cap(replaced(config, "rollout.max_open_groups", 40)) == 40
 
 

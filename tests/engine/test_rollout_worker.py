@@ -27,6 +27,7 @@ from streams.events import (
     EngineJoined,
     EngineLeft,
     EngineReady,
+    EngineUpdating,
     EpochStarted,
     Metrics,
     Paused,
@@ -87,9 +88,9 @@ def test_nothing_is_served_before_the_first_version_is_whole(tmp_path: Path) -> 
         run.publish(0)
         eventually(lambda: len(finished(run)) == 2, "trajectories after the first version")
     fleet = run.events("fleet")
-    assert [type(event) for event in fleet] == [EngineJoined, EngineReady, EngineLeft]
+    assert [type(event) for event in fleet] == [EngineJoined, EngineUpdating, EngineReady, EngineLeft]
     held = worker.engine.held
-    assert held is not None and (fleet[1].version, fleet[1].digest) == (0, held.digest)
+    assert held is not None and (fleet[2].version, fleet[2].digest) == (0, held.digest)
 
 
 def test_a_task_waits_for_its_min_version(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -219,24 +220,42 @@ def test_an_engine_killed_in_the_middle_of_a_broadcast_takes_no_other_with_it(en
     assert engines.ways(6, 0) == ["distributed"]
 
 
-def test_a_frozen_engine_costs_its_deadline_and_catches_up_from_disk_when_it_goes_on(engines: Fleet) -> None:
-    trainer = engines.trainer(deadline_s=4)
+def test_a_frozen_engine_holds_nobody_up_and_catches_up_from_disk_when_it_goes_on(engines: Fleet) -> None:
+    trainer = engines.trainer(deadline_s=40)
+    trainer.publish(4)
+    for replica, fault in ((0, None), (1, Fault("stop", version=5)), (2, None)):
+        engines.start(replica, fault)
+    engines.whole(0, 1, 2)
+    began = time.monotonic()
+    trainer.publish(5, wait_s=0)
+    # while that is on its way a version goes by its file alone, and the trainer does not wait
+    assert "distributed" not in trainer.publish(6, wait_s=0).uris
+    assert time.monotonic() - began < 3
+    engines.ready(0, 6), engines.ready(2, 6)
+    assert trainer.sender.wait(timedelta(seconds=20))
+    assert time.monotonic() - began < 20  # it gave no sign of life any more: long before the deadline
+    sent = trainer.sender.sent
+    assert sent is not None and sent.lost == ["rollout-1"] and "no sign of life of rollout-1" in sent.error
+    engines.whole(0, 2)
+    trainer.publish(7)
+    assert engines.ways(7, 0, 2) == ["distributed"] * 2
+    engines.signal(1, signal.SIGCONT)
+    assert engines.ready(1, 7).transport == "disk"
+    engines.whole(0, 1, 2)
+    trainer.publish(8)
+    assert engines.ways(8, 0, 1, 2) == ["distributed"] * 3
+
+
+def test_a_frozen_engine_is_cut_off_by_the_deadline_if_that_is_sooner(engines: Fleet) -> None:
+    trainer = engines.trainer(deadline_s=2)
     trainer.publish(4)
     for replica, fault in ((0, None), (1, Fault("stop", version=5))):
         engines.start(replica, fault)
     engines.whole(0, 1)
-    assert timed(lambda: trainer.publish(5)) <= 12  # deadline, and looking for who was lost
+    assert timed(lambda: trainer.publish(5)) <= 10  # deadline, and looking for who was lost
     sent = trainer.sender.sent
     assert sent is not None and sent.lost == ["rollout-1"]
     engines.ready(0, 5)
-    engines.whole(0)
-    trainer.publish(6)
-    assert engines.ways(6, 0) == ["distributed"]
-    engines.signal(1, signal.SIGCONT)
-    assert engines.ready(1, 6).transport == "disk"
-    engines.whole(0, 1)
-    trainer.publish(7)
-    assert engines.ways(7, 0, 1) == ["distributed"] * 2
 
 
 def test_an_engine_that_never_joins_is_named_and_after_three_times_left_out(engines: Fleet) -> None:

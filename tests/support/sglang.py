@@ -12,6 +12,7 @@ paused, no session, no group. Its weights and label may be any.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import importlib.util
 import json
 import os
@@ -106,6 +107,7 @@ class _Shared:
             make_model(folder, seed)
         self.server = start_server(self.models[0], self.folder / "sglang.log")
         self.is_ready = False
+        atexit.register(self.end)  # when the session ends before a test has asked for it
 
     def ready(self) -> RealServer:
         if not self.is_ready:

@@ -149,6 +149,7 @@ class Double:
         self.is_incremental, self.tp_size, self.dp_size = is_incremental, tp_size, dp_size
         self.disconnect_s, self.abort_poll_s = 4.0, 0.05
         self.health_generates = False
+        self.ignores_aborts = False
         self.model_path = str(model) if model else "/models/tiny"
         self.label = self.shown_label = "default"
         self.paused: str | None = None
@@ -469,6 +470,8 @@ class Double:
         if request is None or request.abort_was_sent:
             return
         request.abort_was_sent = True
+        if self.ignores_aborts:
+            return
         for each in list(self.live.values()):
             if each.is_dispatched and each.rid.startswith(rid):
                 self._end_by_abort(each)

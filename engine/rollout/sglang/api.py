@@ -187,28 +187,34 @@ def read_generated(answer: Answer, request: GenerateRequest, vocab_size: int) ->
 
 
 def _columns(answer: Answer, vocab_size: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    entries, field = answer.meta_info.output_token_logprobs, "meta_info.output_token_logprobs"
-    if len(entries) != len(answer.output_ids):
-        detail = f"log-probs {len(entries)}≠{len(answer.output_ids)} ids"
-        raise BadAnswer("length_mismatch", field, detail)
-    for index, (token, (logprob, entry_token, _)) in enumerate(zip(answer.output_ids, entries, strict=True)):
-        at = f"{field}[{index}]"
-        if token != entry_token:
-            raise BadAnswer(
-                "length_mismatch", at, f"log-prob of id {entry_token}, but the output id is {token}"
-            )
-        if not 0 <= token < vocab_size:
-            raise BadAnswer(
-                "bad_token_id", f"output_ids[{index}]", f"{token}: the vocabulary has {vocab_size}"
-            )
-        if logprob is None:  # JSON has no NaN and no infinity: servers write null for them
-            raise BadAnswer("missing_logprob", at, f"log-prob None at index {index}")
-        if not np.isfinite(logprob):
-            raise BadAnswer("nonfinite_logprob", at, f"log-prob {logprob} at index {index}")
-        if logprob > LOGPROB_TOLERANCE:
-            raise BadAnswer("positive_logprob", at, f"log-prob {logprob} at index {index}")
-    logprobs = np.fromiter((min(entry[0] or 0.0, 0.0) for entry in entries), np.float32, len(entries))
-    return np.asarray(answer.output_ids, dtype=np.int32), logprobs
+    """Ids [L] and log-probs [L]; messages name the first position that is wrong."""
+    output_ids, entries = answer.output_ids, answer.meta_info.output_token_logprobs
+    field = "meta_info.output_token_logprobs"
+    if len(entries) != len(output_ids):
+        raise BadAnswer("length_mismatch", field, f"log-probs {len(entries)}≠{len(output_ids)} ids")
+    theirs, values = [entry[1] for entry in entries], [entry[0] for entry in entries]
+    if theirs != output_ids:
+        at = next(index for index, token in enumerate(theirs) if token != output_ids[index])
+        detail = f"log-prob of id {theirs[at]}, but the output id is {output_ids[at]}"
+        raise BadAnswer("length_mismatch", f"{field}[{at}]", detail)
+    ids = np.asarray(output_ids, dtype=np.int64)
+    if (at := _first((ids < 0) | (ids >= vocab_size))) is not None:
+        raise BadAnswer("bad_token_id", f"output_ids[{at}]", f"{ids[at]}: the vocabulary has {vocab_size}")
+    if None in values:  # JSON has no NaN and no infinity: servers write null for them
+        at = values.index(None)
+        raise BadAnswer("missing_logprob", f"{field}[{at}]", f"log-prob None at index {at}")
+    logprobs = np.asarray(values, dtype=np.float64)
+    for reason, bad in (
+        ("nonfinite_logprob", ~np.isfinite(logprobs)),
+        ("positive_logprob", logprobs > LOGPROB_TOLERANCE),
+    ):
+        if (at := _first(bad)) is not None:
+            raise BadAnswer(reason, f"{field}[{at}]", f"log-prob {logprobs[at]:g} at index {at}")
+    return ids.astype(np.int32), np.minimum(logprobs, 0.0).astype(np.float32)
+
+
+def _first(bad: NDArray[np.bool_]) -> int | None:
+    return int(bad.argmax()) if bad.any() else None
 
 
 def _finish_reason(came: FinishReason | None, ids: Sequence[int]) -> str:

@@ -21,12 +21,12 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from engine.interfaces import Sampling
 from engine.rollout.loading import ENGINE_CLOSED, PauseMode
 from engine.rollout.sglang.api import (
     Answer,
-    FinishReason,
     Generated,
     GenerateRequest,
     decode_answer,
@@ -47,7 +47,7 @@ from engine.rollout.sglang.wire import Wire
 
 _GRACE_S = 5.0  # after a deadline: for the answer of the request that was aborted
 _AGAIN_S = 0.5  # between two aborts: one that comes before its request has no effect
-_ABORTED = FinishReason(type="abort")
+_NOTHING = Generated(np.empty(0, np.int32), np.empty(0, np.float32), [], "aborted", 0, True)
 _RETRIES = 1  # after a broken connection
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0  # between attempts to connect; doubles
 
@@ -62,8 +62,8 @@ class _Call:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self.waiting: asyncio.Future[Any] | None = None  # for the end of a pause
         self.task: asyncio.Task[Answer] | None = None
-        self.stream: Accumulator | None = None
 
 
 class SGLangClient(Control):
@@ -125,7 +125,8 @@ class SGLangClient(Control):
         try:
             for attempt in range(_RETRIES + 1):
                 try:
-                    await self._until_open(end, rid)
+                    if not await self._until_open(call, end):
+                        return _NOTHING
                     answer = await self._attempt(call, end)
                     self._check_open()  # closing may have aborted it
                     return read_generated(answer, call.request, vocab_size)
@@ -140,7 +141,6 @@ class SGLangClient(Control):
             del self._live[rid]
 
     async def _attempt(self, call: _Call, end: float) -> Answer:
-        call.stream = Accumulator(call.request) if call.request.stream else None
         call.task = task = asyncio.ensure_future(self._post(call, end))
         try:
             await asyncio.wait({task}, timeout=max(0.0, end - time.monotonic()))
@@ -150,9 +150,9 @@ class SGLangClient(Control):
         if not task.done():
             # in the background too: whoever cancels us now must not stop the abort
             await asyncio.shield(self._in_background(self._finish(call, task)))
-            raise TimedOut(
-                f"request {call.request.rid} was aborted at its deadline", self._partial(call, task)
-            )
+            if not _is_whole(task):
+                detail = f"request {call.request.rid} was aborted at its deadline"
+                raise TimedOut(detail, self._partial(call, task))
         if task.cancelled():
             raise SGLangError(ENGINE_CLOSED, f"the client of {self.url} was closed")
         return task.result()
@@ -163,8 +163,8 @@ class SGLangClient(Control):
         give_up, pause = min(end, time.monotonic() + self._connect_s), _FIRST_PAUSE_S
         while True:
             try:
-                if call.stream is not None:
-                    return await self._post_stream(call.stream, body)
+                if call.request.stream:
+                    return await self._post_stream(body)
                 return decode_answer(await self._wire.ask("POST", "/generate", body, seconds=None))
             except Unreachable as error:
                 if error.was_sent or time.monotonic() + pause > give_up:
@@ -172,16 +172,15 @@ class SGLangClient(Control):
             await asyncio.sleep(pause)
             pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
-    async def _post_stream(self, accumulator: Accumulator, body: bytes) -> Answer:
-        events = Events()
+    async def _post_stream(self, body: bytes) -> Answer:
+        events, accumulator = Events(), Accumulator()
         async with contextlib.aclosing(self._wire.stream("POST", "/generate", body, seconds=None)) as pieces:
             async for piece in pieces:
                 for data in events.add(piece):
                     accumulator.add(data)
-        answer = accumulator.answer()
-        if answer is None or not accumulator.is_whole:
+        if not accumulator.is_whole:
             raise Unreachable(f"{self.url}: the stream ended before its request did", was_sent=True)
-        return answer
+        return accumulator.answer()
 
     async def _finish(self, call: _Call, task: asyncio.Task[Answer]) -> None:
         """Abort a request until its call is answered, for a few seconds at most."""
@@ -192,31 +191,33 @@ class SGLangClient(Control):
             await asyncio.wait({task}, timeout=_AGAIN_S)
         task.cancel()  # without effect on one that is done
         await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # nobody else may ask for it
 
     def _partial(self, call: _Call, task: asyncio.Task[Answer]) -> Generated | None:
         """What a request had when it was aborted; None when the server did not tell, or told what cannot be used."""
-        try:
-            answer = task.result()
-        except (SGLangError, asyncio.CancelledError):
-            answer = call.stream.answer() if call.stream is not None else None
-        if answer is None:
+        if task.cancelled() or task.exception() is not None:
             return None
-        if answer.meta_info.finish_reason is None:
-            aborted = msgspec.structs.replace(answer.meta_info, finish_reason=_ABORTED)
-            answer = msgspec.structs.replace(answer, meta_info=aborted)
         try:
-            return read_generated(answer, call.request, self._vocab_size or 0)
+            return read_generated(task.result(), call.request, self._vocab_size or 0)
         except BadAnswer:
             return None
 
-    async def _until_open(self, end: float, rid: str) -> None:
+    async def _until_open(self, call: _Call, end: float) -> bool:
+        """Wait for the end of a pause; False when the call was aborted meanwhile. Raises TimedOut."""
         if not self._gate.is_set():
+            call.waiting = waiting = asyncio.ensure_future(self._gate.wait())
             try:
-                await asyncio.wait_for(self._gate.wait(), max(0.0, end - time.monotonic()))
-            except asyncio.TimeoutError:
-                detail = f"request {rid} was not sent: {self.url} was paused until its deadline"
-                raise TimedOut(detail) from None
+                await asyncio.wait({waiting}, timeout=max(0.0, end - time.monotonic()))
+                if waiting.cancelled():
+                    return False
+                if not waiting.done():
+                    detail = f"{self.url} was paused until the deadline of request {call.request.rid}; it was not sent"
+                    raise TimedOut(detail)
+            finally:
+                waiting.cancel()
         self._check_open()
+        return True
 
     async def _sizes(self) -> tuple[int, int | None]:
         info = self._info or await self.server_info()
@@ -230,6 +231,8 @@ class SGLangClient(Control):
     async def abort(self, rid: str) -> None:
         """End one request soon: its generate() returns what it has, as "aborted". Of an unknown one, nothing."""
         call = self._live.get(rid)
+        if call is not None and call.waiting is not None and call.waiting.cancel():
+            return  # nothing was sent
         await super().abort(call.request.rid if call is not None else rid)
 
     async def _abort_quietly(self, rid: str) -> bool:
@@ -276,3 +279,11 @@ class SGLangClient(Control):
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+
+def _is_whole(task: asyncio.Task[Answer]) -> bool:
+    """Whether the request came to its own end, before an abort reached it."""
+    if task.cancelled() or task.exception() is not None:
+        return False
+    reason = task.result().meta_info.finish_reason
+    return reason is not None and reason.type != "abort"

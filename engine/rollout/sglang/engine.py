@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.interfaces import Completion, EngineError, Sampling, WeightsId
-from engine.rollout.loading import ENGINE_CLOSED, FATAL, NO_WEIGHTS, PauseMode, weights_id
+from engine.rollout.loading import ENGINE_CLOSED, FATAL, NO_WEIGHTS, PauseMode, disk_only, weights_id
 from engine.rollout.sglang import guard
 from engine.rollout.sglang.api import Generated
 from engine.rollout.sglang.client import SGLangClient, new_rid
@@ -39,7 +39,7 @@ from engine.rollout.sglang.server import Server
 from engine.rollout.sglang.spans import label
 from engine.rollout.sglang.updates import Held, Updates
 from streams.errors import ConfigError
-from streams.events import WeightsPublished
+from streams.events import TransferGroupFormed, WeightsPublished
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class SGLangEngine:
         url: str = "",
         folder: Path,
         name: str = "sglang-0",
+        device: str = "cpu",
         pause_mode: PauseMode = "retract",
         api_key: str | None = None,
         admin_key: str | None = None,
@@ -80,7 +81,7 @@ class SGLangEngine:
         request_timeout: timedelta = timedelta(seconds=120),
         generate_timeout: timedelta = timedelta(seconds=1200),
     ) -> None:
-        self.name, self.model = name, model
+        self.name, self.model, self.device = name, model, device
         self.pause_mode: PauseMode = pause_mode
         self._server = server
         self._client = SGLangClient(
@@ -181,6 +182,15 @@ class SGLangEngine:
             self._is_unclaimed = True
             self._check_alive()
             raise
+
+    async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
+        raise disk_only(self.name)
+
+    async def leave_group(self, group: str) -> None:
+        pass
+
+    async def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> float:
+        raise disk_only(self.name)
 
     async def abort(self, request_id: str) -> None:
         end = time.monotonic() + _ABORT_S

@@ -72,7 +72,8 @@ class Server:
         environ = environment(model, device=device, env=env or {}, threads=threads)
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as out:
-            out.write(f"=== {time.strftime('%Y-%m-%dT%H:%M:%S%z')}: {' '.join(self.command)}\n".encode())
+            shown = " ".join(without_keys(self.command))
+            out.write(f"=== {time.strftime('%Y-%m-%dT%H:%M:%S%z')}: {shown}\n".encode())
             self._log_start = out.tell()
             out.flush()
             self._process = self._start(environ, out)
@@ -184,6 +185,18 @@ def environment(
     if device == "cpu":
         environ |= {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(_SHIM)}
     return {**environ, **env}
+
+
+def without_keys(line: Sequence[str]) -> list[str]:
+    """A command line as it may be shown: what follows --api-key and its like is left out."""
+    shown: list[str] = []
+    for before, each in zip(("", *line), line, strict=False):
+        if before.startswith("--") and before.endswith("-key"):
+            each = "…"
+        elif each.startswith("--") and "-key=" in each:
+            each = each.partition("=")[0] + "=…"
+        shown.append(each)
+    return shown
 
 
 def free_port(host: str) -> int:

@@ -32,6 +32,7 @@ def sglang_engine(config: Config, *, name: str, replica: int) -> SGLangEngine:
             url=settings.url.replace("{replica}", str(replica)),
             folder=run_dir / "weights" / "served" / name,
             name=name,
+            device=config.model.device,
             pause_mode=rollout.pause_generation_mode,
             api_key=keys["api_key"],
             admin_key=keys["admin_api_key"],

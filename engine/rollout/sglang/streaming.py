@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from engine.rollout.sglang.api import Answer, GenerateRequest, decode_answer
+from engine.rollout.sglang.api import Answer, decode_answer
 from engine.rollout.sglang.errors import BadAnswer, Refused
 
 _END = b"[DONE]"
@@ -35,8 +35,7 @@ class Events:
 class Accumulator:
     """What one streamed request has given so far."""
 
-    def __init__(self, request: GenerateRequest) -> None:
-        self._request = request
+    def __init__(self) -> None:
         self._ids: list[int] = []
         self._entries: list[tuple[float | None, int, str | None]] = []
         self._last: Answer | None = None
@@ -59,10 +58,10 @@ class Accumulator:
         self._last = part
         self.is_whole = part.meta_info.finish_reason is not None
 
-    def answer(self) -> Answer | None:
-        """All that came, in the shape of an answer in one part; None before the first part."""
-        if self._last is None:
-            return None
+    def answer(self) -> Answer:
+        """All that came, in the shape of an answer in one part. Only the last part tells weight versions, so there is
+        none before the request `is_whole`."""
+        assert self._last is not None
         meta = msgspec.structs.replace(self._last.meta_info, output_token_logprobs=self._entries)
         return Answer(output_ids=self._ids, meta_info=meta)
 

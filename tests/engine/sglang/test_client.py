@@ -337,7 +337,7 @@ def test_nothing_is_sent_during_a_pause_and_all_of_it_after(served: Served) -> N
         await client.server_info()
         await client.pause("retract")
         call = asyncio.ensure_future(client.generate(new_rid(), PROMPT, SHORT, deadline=MINUTE))
-        with pytest.raises(TimedOut, match="was not sent"):
+        with pytest.raises(TimedOut, match="was paused until the deadline"):
             await client.generate(new_rid(), PROMPT, SHORT, deadline=timedelta(seconds=0.2))
         assert served.double is None or not served.double.live
         await client.update_from_disk(str(served.models[1]), label(1, 4), flush=True)
@@ -346,6 +346,20 @@ def test_nothing_is_sent_during_a_pause_and_all_of_it_after(served: Served) -> N
         return await call
 
     assert run(served, scene).versions == [(1, 4, 8)]
+
+
+def test_a_call_that_waits_for_the_end_of_a_pause_can_be_aborted(served: Served) -> None:
+    async def scene(client: SGLangClient) -> Any:
+        await client.server_info()
+        await client.pause("retract")
+        rid = new_rid()
+        call = asyncio.ensure_future(client.generate(rid, PROMPT, SHORT, deadline=MINUTE))
+        await asyncio.sleep(0.05)
+        await client.abort(rid)
+        return await asyncio.wait_for(call, 5)
+
+    done = run(served, scene)
+    assert (len(done.ids), done.versions, done.finish_reason, done.partial) == (0, [], "aborted", True)
 
 
 def test_what_another_client_sends_during_a_pause_is_held_and_its_abort_forgotten(served: Served) -> None:

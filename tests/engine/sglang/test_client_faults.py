@@ -188,6 +188,18 @@ def test_a_call_that_is_never_answered_ends_soon_after_its_deadline(double: Doub
     assert len(sent) == 1 and {each["rid"] for each in aborts} == {sent[0]["rid"]}
 
 
+def test_a_request_that_ends_by_itself_at_its_deadline_is_no_failure(double: Double) -> None:
+    double.step_s, double.ignores_aborts = 0.02, True  # as when the end and the abort cross
+
+    async def scene(client: SGLangClient) -> Any:
+        await client.server_info()
+        call = client.generate(new_rid(), PROMPT, Sampling(20), deadline=timedelta(seconds=0.2))
+        return await call
+
+    done = run(double.url, scene)
+    assert (len(done.ids), done.finish_reason, done.partial) == (20, "length", False)
+
+
 def test_a_server_that_answers_nothing_at_all_ends_a_call_as_well(
     double: Double, monkeypatch: pytest.MonkeyPatch
 ) -> None:

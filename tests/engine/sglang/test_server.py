@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,14 @@ from pathlib import Path
 import pytest
 
 from engine.rollout.sglang.errors import Died, TimedOut
-from engine.rollout.sglang.server import Server, command, environment, free_port, last_words
+from engine.rollout.sglang.server import (
+    Server,
+    command,
+    environment,
+    free_port,
+    last_words,
+    without_keys,
+)
 from streams.errors import ConfigError
 from tests.support.sglang import RealServer
 
@@ -136,9 +144,12 @@ def test_an_interpreter_that_is_not_there_is_a_configuration_error(tmp_path: Pat
         Server("m", python=tmp_path / "none", log_file=tmp_path / "log", device="cpu")
 
 
-def test_a_free_port_can_be_listened_on_at_once() -> None:
-    import socket
+def test_keys_on_the_command_line_are_not_shown() -> None:
+    line = ["python", "--api-key", "secret", "--admin-api-key=secret", "--key-bits", "8"]
+    assert without_keys(line) == ["python", "--api-key", "…", "--admin-api-key=…", "--key-bits", "8"]
 
+
+def test_a_free_port_can_be_listened_on_at_once() -> None:
     port = free_port("127.0.0.1")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", port))

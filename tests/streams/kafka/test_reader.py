@@ -215,6 +215,19 @@ def offsets(batch: Batch | None) -> list[int] | None:
     return None if batch is None else [record.offset for record in batch.records]
 
 
+def test_a_window_that_a_reader_has_overtaken_is_left_behind_after_a_while_or_when_more_came_in_vain() -> (
+    None
+):
+    feed = Feed(0, 0.0)
+    feed.extend(records(0, 10), 10, 1.0)
+    assert [feed.is_left_behind(now, 0.5) for now in (2.0, 2.4, 2.6)] == [False, False, True]
+    assert offsets(feed.take(5, 3, MB)) is None, "what a reader has passed is let go of"
+    feed.jump(20, 3.0)
+    assert not feed.is_left_behind(4.0, 0.5)
+    feed.extend(records(20, 30), 30, 4.1)
+    assert feed.is_left_behind(4.2, 0.5)
+
+
 def test_a_window_gives_what_lies_in_it_within_the_limits_of_the_read() -> None:
     feed = Feed(10, 0.0)
     feed.extend(records(10, 20), 22, 0.0)

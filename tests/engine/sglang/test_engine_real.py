@@ -1,0 +1,122 @@
+"""The SGLang engine on a real server: every token's log-prob is that of the weights that its span names."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine.interfaces import Completion, EngineError, Sampling, WeightsId
+from engine.rollout.sglang.engine import SGLangEngine
+from tests.support.sglang import VOCAB, RealServer
+from tests.support.sglang_versions import Versions
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+TEMPERATURE = 0.8
+TOLERANCE = 1e-4  # nats, float32; other weights differ by whole nats
+DEADLINE_S = 300
+
+
+def forward_logprobs(
+    model: Path, tensors: dict[str, Any], ids: list[int], n_prompt: int
+) -> NDArray[np.float64]:
+    """Log-prob of each response token [L] at the sampling temperature, under these weights."""
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
+    with torch.inference_mode():
+        logits = reference(torch.tensor([ids])).logits[0, n_prompt - 1 : -1].double() / TEMPERATURE
+    chosen = torch.tensor(ids[n_prompt:])[:, None]
+    return torch.log_softmax(logits, -1).gather(1, chosen)[:, 0].numpy()
+
+
+def worst_difference(
+    model: Path, weights: dict[int, dict[str, Any]], prompt: list[int], done: Completion
+) -> float:
+    ids, at, worst = prompt + done.ids.tolist(), 0, 0.0
+    for epoch, version, count in done.versions:
+        assert epoch == 1
+        expected = forward_logprobs(model, weights[version], ids, len(prompt))[at : at + count]
+        worst = max(worst, float(np.abs(expected - done.logprobs[at : at + count]).max()))
+        at += count
+    assert at == len(done.ids)
+    return worst
+
+
+def test_tokens_made_before_and_after_an_update_are_those_of_the_weights_they_name(
+    sglang: RealServer, tmp_path: Path
+) -> None:
+    """Mode retract, with requests that run through the update."""
+    model = sglang.models[0]
+    versions = Versions(model, tmp_path)
+    first, second = versions.publish(1), versions.publish(2)
+    weights = {1: first.tensors, 2: second.tensors}
+    prompts = [[5 + n, 17, 3 * n + 9, 40] for n in range(6)]
+
+    async def main() -> list[Completion]:
+        engine = SGLangEngine(model, url=sglang.url, folder=tmp_path / "served")
+        try:
+            assert list(engine.tokenizer.encode("t5 t6 t7")) == [5, 6, 7]
+            await engine.update(first.event, first.path)
+            first_checksum = engine.checksum()
+            sampling = Sampling(max_tokens=200, temperature=TEMPERATURE)
+            running = [
+                asyncio.ensure_future(engine.generate(prompt, sampling, request_id=f"r{n}"))
+                for n, prompt in enumerate(prompts)
+            ]
+            await asyncio.sleep(2.0)
+            assert not any(task.done() for task in running)
+            stall_s = await engine.update(second.event, second.path)
+            assert 0 < stall_s < 60
+            assert engine.held == WeightsId(1, 2, second.event.digest)
+            assert engine.checksum() != first_checksum
+            done = list(await asyncio.gather(*running))
+            await engine.update(first.event, first.path)  # back again: equal weights, equal checksum
+            assert engine.checksum() == first_checksum
+            return done
+        finally:
+            await engine.close()
+
+    completions = asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+    both = [done for done in completions if [version for _, version, _ in done.versions] == [1, 2]]
+    assert both, "no request ran through the update"
+    for prompt, done in zip(prompts, completions, strict=True):
+        assert len(done.ids) == 200 and done.finish_reason == "length"
+        assert worst_difference(model, weights, prompt, done) < TOLERANCE
+    swapped = {1: second.tensors, 2: first.tensors}
+    assert worst_difference(model, swapped, prompts[0], completions[0]) > 0.1, "the check can tell them apart"
+
+
+def test_a_folder_that_the_server_cannot_load_leaves_the_old_version_serving(
+    sglang: RealServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = sglang.models[0]
+    versions = Versions(model, tmp_path)
+    first, second = versions.publish(1), versions.publish(2)
+
+    async def main() -> None:
+        engine = SGLangEngine(model, url=sglang.url, folder=tmp_path / "served")
+        try:
+            await engine.update(first.event, first.path)
+            make = engine._folders.make
+
+            def without_weights(*given: Any) -> Path:
+                folder = make(*given)
+                (folder / "model.safetensors").unlink()
+                return folder
+
+            monkeypatch.setattr(engine._folders, "make", without_weights)
+            with pytest.raises(EngineError, match="update_weights_from_disk"):
+                await engine.update(second.event, second.path)
+            assert engine.held == WeightsId(1, 1, first.event.digest)
+            done = await engine.generate([5, 6, 7], Sampling(max_tokens=4), request_id="r")
+            assert done.versions == [(1, 1, 4)] and done.ids.max() < VOCAB
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
