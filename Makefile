@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet uv || true
 	if test -x $(BIN)/uv && \
 	    env $${PIP_INDEX_URL:+UV_DEFAULT_INDEX="$$PIP_INDEX_URL"} $${PIP_EXTRA_INDEX_URL:+UV_INDEX="$$PIP_EXTRA_INDEX_URL"} \
-	    $(BIN)/uv pip install --python $(BIN)/python -e '.[train,kafka,kafka-fast,export,dev]'; \
+	    $(BIN)/uv pip install --python $(BIN)/python -e '.[train,kafka,kafka-fast,export,sglang,dev]'; \
 	then :; else $(BIN)/python -m pip install -e '.[train,kafka,kafka-fast,export,dev]'; fi
 	touch $@
 

@@ -503,7 +503,8 @@ class Heartbeats:
 
     Partition p belongs to replica p % replicas of each stage (streams.log.share); where the log moves shares, to any
     replica that lives, also one that was added later. Until a stage has given its first sign, it counts as not alive:
-    nothing can be late before anybody works on it.
+    nothing can be late before anybody works on it. So does an engine that holds no weights (metric `version` −1): a
+    server may take minutes to start, and nothing is generated meanwhile.
     """
 
     def __init__(
@@ -541,5 +542,15 @@ class Heartbeats:
             return
         for record in batch.records:
             producer = (record.header("by") or b"").decode()
+            if producer.startswith("rollout-") and _serves_nobody(record):
+                continue
             self._seen[producer] = self._seen[producer.rpartition("-")[0]] = time.monotonic()
         self._position = batch.next_position
+
+
+def _serves_nobody(record: Record) -> bool:
+    try:
+        event = getattr(codec.decode(record), "event", None)
+    except codec.CodecError:
+        return False
+    return isinstance(event, Metrics) and event.values.get("version", 0) < 0

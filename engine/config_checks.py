@@ -291,11 +291,11 @@ def _transport(config: Config) -> Iterator[Problem]:
 
 
 def _sglang(config: Config) -> Iterator[Problem]:
-    from engine.rollout.sglang.guard import in_place_is_exact, refused_args, refused_env
-
     rollout, settings = config.rollout, config.rollout.sglang
     if rollout.backend != "sglang":
         return
+    from engine.rollout.sglang.guard import in_place_is_exact, refused_args, refused_env
+
     yield from _sglang_url(config)
     if reason := refused_args(settings.args):
         yield Problem(("rollout.sglang.args",), f"rollout.sglang.args: {reason}")

@@ -83,7 +83,9 @@ def parse_time(text: str) -> int:
         if int(text) < _LEAST_MS:
             raise ConfigError(f"-o @{text}: seconds or milliseconds? {_HOW}")
         return int(text)
-    micros = re.sub(r"(?<=:\d\d)\.(\d+)", lambda found: f".{found[1][:6]:0<6}", text)  # all that Python 3.10 takes
+    micros = re.sub(
+        r"(?<=:\d\d)\.(\d+)", lambda found: f".{found[1][:6]:0<6}", text
+    )  # all that Python 3.10 takes
     try:
         moment = datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", micros))
     except ValueError:

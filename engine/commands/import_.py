@@ -97,7 +97,9 @@ def _check_config(path: Path, manifest: Manifest, draft: Path) -> None:
     }
     for key, (says, own) in wanted.items():
         if says != own:
-            raise ConfigError(f"{path}: its configuration has {key} = {says!r}, which is not that of its own log")
+            raise ConfigError(
+                f"{path}: its configuration has {key} = {says!r}, which is not that of its own log"
+            )
 
 
 def _note(manifest: Manifest) -> bytes:

@@ -36,7 +36,7 @@ def adopt(config: Config, *, rewrite: bool = True) -> Path:
 
 
 def refuse_imported(config: Config) -> None:
-    """Raise ConfigError for what `millstream import` made: a piece of another run's history is read, never gone on with.
+    """Raise ConfigError for what `millstream import` made: a piece of a run is read, never gone on with.
 
     Its topics end at different places: what a stage takes for work that is open was done elsewhere.
     """

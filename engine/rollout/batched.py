@@ -121,7 +121,9 @@ class BatchedEngine:
         self._check_open()
         self._loop = loop = asyncio.get_running_loop()
         checked = await loop.run_in_executor(None, self._read, published, path)
-        return await self._exchange(published, checked)
+        stall_s = await self._exchange(published, checked)
+        self._receiver.in_service(from_disk=True)
+        return stall_s
 
     async def _exchange(self, published: WeightsPublished, checked: dict[str, torch.Tensor]) -> float:
         done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -142,7 +144,9 @@ class BatchedEngine:
             self._received, published, group, bucket_bytes, name=f"{self.name} receives"
         )
         self._check_open()
-        return await self._exchange(published, checked)
+        stall_s = await self._exchange(published, checked)
+        self._receiver.in_service(from_disk=False)
+        return stall_s
 
     def _received(
         self, published: WeightsPublished, group: str, bucket_bytes: int

@@ -145,6 +145,9 @@ class GroupReceiver:
     """The groups of one engine in this process, one rank each. Every call blocks, at most to the group's deadline.
 
     `join` and `receive` run on threads of the caller's; `leave` and `close` may come from another at any time.
+
+    In main memory the buffers of the version before the one in service are kept for the next one, since fresh pages
+    cost as much as the broadcast: so the engine says with `in_service` what it has exchanged its weights for.
     """
 
     def __init__(self, device: str) -> None:
@@ -152,6 +155,9 @@ class GroupReceiver:
         self._lock = threading.Lock()
         self._groups: dict[str, _Joined] = {}
         self._closed: set[str] = set()
+        self._arrived: list[Any] = []  # buffers of the last version that came whole
+        self._serving: list[Any] = []  # of the one in service; none: it came from disk
+        self._spare: list[Any] = []
 
     def join(self, formed: TransferGroupFormed, first_rank: int) -> None:
         """Raises EngineError("transfer_failed") when the group does not come together within its deadline."""
@@ -177,7 +183,7 @@ class GroupReceiver:
         raise EngineError(TRANSFER_FAILED, f"group {formed.group} was over before it was joined")
 
     def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> dict[str, Any]:
-        """A version's tensors in new memory, whole and as they were published.
+        """A version's tensors in memory that is not in service, whole and as they were published.
 
         Raises EngineError("transfer_failed"), or EngineError("weights_mismatch") when the digest is another; after
         the first the group is left, after the second it is as good as before.
@@ -192,15 +198,18 @@ class GroupReceiver:
         deadline = time.monotonic() + joined.deadline_s
         try:
             buckets = collective.plan(published.tensors, bucket_bytes)
+            self._spare = memory = collective.memory_for(buckets, self._device, self._spare)
             tensors = collective.receive_all(
                 joined.group,
                 buckets,
-                self._device,
+                memory,
                 deadline,
                 lambda: "the group was left meanwhile" if group in self._closed else "",
             )
         except Exception as error:  # of the group, or of this machine, as when there is no memory for it
             self.leave(group)
+            if self._device != "cpu":
+                self._spare = []
             raise EngineError(TRANSFER_FAILED, f"version {published.version}: {error}") from error
         digest = files.digest(tensors)
         if digest != published.digest:
@@ -209,7 +218,14 @@ class GroupReceiver:
                 f"what came by group {group} has digest {digest[:16]}, version {published.version} was published as "
                 f"{published.digest[:16]}",
             )
+        self._spare, self._arrived = [], memory
         return tensors
+
+    def in_service(self, *, from_disk: bool) -> None:
+        """The engine serves what was received last (or a version from disk), and nothing of the one before."""
+        if self._device == "cpu":
+            self._spare = self._serving or self._spare
+        self._serving, self._arrived = ([] if from_disk else self._arrived), []
 
     def leave(self, group: str) -> None:
         with self._lock:

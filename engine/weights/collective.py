@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from engine.weights import tensors as files
 from engine.weights.tensors import RawTensor, WeightsError
 from streams.errors import MillstreamError
@@ -289,25 +291,39 @@ class Measured(NamedTuple):
     seconds: float
 
 
+class Buffers:
+    """Memory for buckets that are sent, used again for every version: fresh pages cost as much as the sending."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._two: list[Any] = []
+
+    def of(self, nbytes: int) -> list[Any]:
+        """Two buffers, uint8 of at least so many bytes: one is filled while the other is on its way."""
+        import torch
+
+        if not self._two or self._two[0].numel() < nbytes:
+            self._two = []  # before the new ones: never four at a time
+            self._two = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return self._two
+
+
 def send_all(
     group: Group,
     tensors: Mapping[str, RawTensor],
     buckets: Sequence[Sequence[TensorInfo]],
-    device: str,
+    buffers: Buffers,
     deadline: float,
     give_up: GiveUp = _never,
 ) -> Measured:
-    """Broadcast all buckets in order, from two buffers: one is filled while the other is on its way."""
-    import torch
-
+    """Broadcast all buckets in order."""
     began = time.monotonic()
-    largest = max((size_of(bucket) for bucket in buckets), default=0)
-    buffers = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in buckets[:2]]
+    two = buffers.of(max((size_of(bucket) for bucket in buckets), default=0))
     wait: Callable[[], None] | None = None
     for place, bucket in enumerate(buckets):
-        part = _as_it_lies(bucket, tensors, device)
+        part = _as_it_lies(bucket, tensors, buffers.device)
         if part is None:
-            part = fill(buffers[place % 2], bucket, tensors)
+            part = fill(two[place % 2], bucket, tensors)
         if wait is not None:
             wait()
         wait = group.start(part, deadline, give_up) if part.numel() else None
@@ -316,19 +332,26 @@ def send_all(
     return Measured(sum(map(size_of, buckets)), time.monotonic() - began)
 
 
+def memory_for(buckets: Sequence[Sequence[TensorInfo]], device: str, old: Sequence[Any] = ()) -> list[Any]:
+    """A buffer (uint8) for each bucket; those of `old` if they have the sizes."""
+    import torch
+
+    sizes = [size_of(bucket) for bucket in buckets]
+    if [buffer.numel() for buffer in old] == sizes:
+        return list(old)
+    return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+
+
 def receive_all(
     group: Group,
     buckets: Sequence[Sequence[TensorInfo]],
-    device: str,
+    memory: Sequence[Any],
     deadline: float,
     give_up: GiveUp = _never,
 ) -> dict[str, Any]:
-    """All tensors, in new memory. Raises TransferError; what had come until then is given up."""
-    import torch
-
+    """All tensors, as views of `memory` (of `memory_for`). Raises TransferError; then it holds a mixture."""
     received: dict[str, Any] = {}
-    for bucket in buckets:
-        buffer = torch.empty(size_of(bucket), dtype=torch.uint8, device=device)
+    for bucket, buffer in zip(buckets, memory, strict=True):
         if buffer.numel():
             group.start(buffer, deadline, give_up)()
         received.update(views(buffer, bucket))
@@ -336,12 +359,19 @@ def receive_all(
 
 
 def _as_it_lies(bucket: Sequence[TensorInfo], tensors: Mapping[str, RawTensor], device: str) -> Any | None:
-    """A bucket of one tensor in main memory needs no copy."""
+    """A bucket whose tensors lie side by side in main memory, as those of a snapshot do, needs no copy."""
     import torch
 
-    if len(bucket) != 1 or device != "cpu" or not tensors[bucket[0].name].data.flags.writeable:
+    first = tensors[bucket[0].name].data
+    at: int = first.__array_interface__["data"][0]
+    for info in bucket:
+        data = tensors[info.name].data
+        if data.__array_interface__["data"][0] != at:
+            return None
+        at += data.nbytes
+    if device != "cpu" or not first.flags.writeable:
         return None
-    return torch.from_numpy(tensors[bucket[0].name].data)
+    return torch.from_numpy(np.lib.stride_tricks.as_strided(first, (size_of(bucket),), (1,)))
 
 
 def _first_line(error: BaseException) -> str:

@@ -100,7 +100,7 @@ class Sender:
     ) -> None:
         self._members, self._append, self._epoch, self._clock = members, append, epoch, clock
         self._bucket_bytes, self._deadline, self._backend = bucket_bytes, deadline, backend
-        self._address, self._port, self._device = address, port, device
+        self._address, self._port, self._buffers = address, port, collective.Buffers(device)
         self._blame_s = blame.total_seconds()
         self.sent: Sent | None = None
         self._gone: list[str] = []  # for whose sake a broadcast was given up
@@ -260,7 +260,7 @@ class Sender:
             group = self._joined(formed)
             buckets = collective.plan(job.published.tensors, self._bucket_bytes)
             deadline = time.monotonic() + self._deadline.total_seconds()
-            collective.send_all(group, job.tensors, buckets, self._device, deadline, self._give_up(formed))
+            collective.send_all(group, job.tensors, buckets, self._buffers, deadline, self._give_up(formed))
         except Exception as failure:
             error = str(failure) or type(failure).__name__
         seconds, lost = time.monotonic() - began, []
@@ -282,8 +282,8 @@ class Sender:
         give_up = self._give_up(formed)
         while True:
             try:
-                self._group = joined.result(_SLICE_S)
-                return self._group
+                self._group = group = joined.result(_SLICE_S)
+                return group
             except FutureTimeout:
                 if why := give_up():
                     joined.add_done_callback(_close_what_came)

@@ -135,17 +135,43 @@ def raw(tensor: Any) -> RawTensor:
 
 
 def snapshot(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies in main memory that later steps do not change. What is tied stays tied."""
+    """Copies in main memory that later steps do not change. What is tied stays tied.
+
+    They lie one after the other in one piece of memory, so that a broadcast can send many of them as they are.
+    """
     copies: dict[tuple[Any, ...], Any] = {}
     taken = {}
+    room = np.empty(sum(_room_for(tensor) for tensor in tensors.values()), np.uint8)
+    at = 0
     for name, tensor in tensors.items():
         array = type(tensor).__module__.partition(".")[0] == "numpy"
         memory = _memory_of_array(tensor) if array else _memory_of_torch(tensor)
         key = (memory, str(tensor.dtype), tuple(tensor.shape))
         if key not in copies:
-            copies[key] = tensor.copy() if array else tensor.detach().to("cpu", copy=True)
+            at += -at % tensor.itemsize
+            end = at + tensor.nbytes
+            copies[key] = _copy_array(tensor, room[at:end]) if array else _copy_torch(tensor, room[at:end])
+            at = end
         taken[name] = copies[key]
     return taken
+
+
+def _room_for(tensor: Any) -> int:
+    """Bytes, with what may be lost before it so that it begins at a multiple of its items."""
+    return tensor.nbytes + tensor.itemsize - 1
+
+
+def _copy_array(array: NDArray[Any], room: NDArray[np.uint8]) -> NDArray[Any]:
+    copy = room.view(array.dtype).reshape(array.shape)
+    np.copyto(copy, array)
+    return copy
+
+
+def _copy_torch(tensor: Any, room: NDArray[np.uint8]) -> Any:
+    import torch  # it is loaded already: a tensor came
+
+    copy = torch.from_numpy(room).view(tensor.dtype).reshape(tensor.shape)
+    return copy.copy_(tensor.detach())
 
 
 def write_file(file: BinaryIO, tensors: Mapping[str, RawTensor], metadata: Mapping[str, str]) -> int:

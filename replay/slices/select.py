@@ -70,13 +70,17 @@ def of_steps(log: EventLog, topics: Topics, first: int | None, last: int | None)
     begin, end = check_steps(first, last, outcomes)
     ledger_end = outcomes.end if end == outcomes.last_step else _end_of_step(log, topics, outcomes, end)
     found = _read_references(log, topics, outcomes, begin, ledger_end)
+    earlier = _read_references(log, topics, outcomes, 1, ledger_end)
     stretches = everything(log, topics)
     stretches[LEDGER, 0] = stretches[LEDGER, 0]._replace(end=ledger_end)
     offsets = _offsets_of(log, topics, found.groups)
     for word, partition in offsets:
         whole = stretches[word, partition]
         from_beginning = whole.start if begin == 1 else None
-        stretches[word, partition] = _around(whole, offsets[word, partition], from_beginning)
+        around = _around(whole, offsets[word, partition], from_beginning)
+        # an earlier step may have taken what came later: nothing that is referred to may lie beyond an end
+        referred = min(whole.end, earlier.ends.get((word, partition), 0))
+        stretches[word, partition] = around._replace(end=max(around.end, referred))
     in_steps = [offset for offset, step in _measured_steps(log, topics) if begin <= step <= end]
     stretches[METRICS, 0] = _around(stretches[METRICS, 0], in_steps, 0 if begin == 1 else None)
     stretches[DEAD, 0] = _only(stretches[DEAD, 0], _letters(log, topics, stretches, None))

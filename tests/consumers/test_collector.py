@@ -324,6 +324,16 @@ def test_any_living_replica_owns_a_partition_where_the_log_moves_shares(moves, a
     assert [heartbeats(partition) for partition in (0, 1)] == alive
 
 
+def test_an_engine_that_holds_no_weights_gives_no_sign_of_life():
+    """Its server may take minutes to start, and no group must be given up for that."""
+    log, topics = run_log(1)
+    heartbeats = Heartbeats(log, topics, {"rollout": 1})
+    for version, is_alive in ((-1, False), (0, True)):
+        event = Metrics(source="rollout-0", values={"version": version}, at_ms=1)
+        log.append(topics.name("metrics"), 0, [codec.encode(event, producer="rollout-0")])
+        assert heartbeats(0) is is_alive
+
+
 def test_a_replica_that_was_added_later_is_a_sign_of_life_too():
     log, topics = run_log(2)
     log.moves_shares = True

@@ -80,6 +80,17 @@ def test_a_bucket_that_was_filled_gives_back_the_same_bits() -> None:
     assert files.digest(back) == files.digest(tensors)
 
 
+def test_what_a_snapshot_holds_is_sent_without_a_copy() -> None:
+    tensors = files.snapshot({f"w{place}": torch.randn(3, 5) for place in range(4)})
+    raws = {name: raw(tensor) for name, tensor in tensors.items()}
+    (bucket,) = plan(infos_of(tensors), 1 << 16)
+    part = collective._as_it_lies(bucket, raws, "cpu")
+    assert part is not None and part.data_ptr() == tensors["w0"].data_ptr()
+    assert files.digest(collective.views(part, bucket)) == files.digest(tensors)
+    apart = {name: raw(tensor.clone()) for name, tensor in tensors.items()}
+    assert collective._as_it_lies(bucket, apart, "cpu") is None
+
+
 def test_a_list_whose_sizes_are_not_those_of_its_shapes_is_refused() -> None:
     with pytest.raises(WeightsError, match="w is published with 12 bytes, its shape has 16"):
         collective.check_layout([TensorInfo("w", [4], "F32", 12)])
@@ -91,7 +102,8 @@ def test_a_port_that_is_taken_is_passed_over_and_none_left_is_said_with_the_sett
     assert first.port < second.port < first.port + collective.PORTS_TRIED
     with pytest.raises(TransferError, match=r"set weights\.master_address"):
         Listener("192.0.2.1", 0, 2, TIMEOUT)  # an address of nobody (RFC 5737)
-    first.close(), second.close()
+    first.close()
+    second.close()
 
 
 def test_a_rank_that_does_not_come_ends_joining_by_the_deadline_on_all_sides_and_is_known() -> None:
@@ -131,10 +143,12 @@ def receive(port: int, infos: list[TensorInfo], answer: Any) -> None:
     """In a process of its own: rank 1 takes one version, then waits for another that does not come."""
     group = join("127.0.0.1", port, 1, 2, "pair", "gloo", TIMEOUT)
     buckets = plan(infos, 64)
-    answer.send(files.digest(collective.receive_all(group, buckets, "cpu", time.monotonic() + 20)))
+    memory = collective.memory_for(buckets, "cpu")
+    assert collective.memory_for(buckets, "cpu", memory)[0] is memory[0]
+    answer.send(files.digest(collective.receive_all(group, buckets, memory, time.monotonic() + 20)))
     began = time.monotonic()
     try:
-        collective.receive_all(group, buckets, "cpu", began + 1)
+        collective.receive_all(group, buckets, memory, began + 1)
     except TransferError:
         answer.send(time.monotonic() - began)
     group.close()
@@ -152,16 +166,17 @@ def test_what_is_sent_in_buckets_arrives_bit_for_bit_and_a_receiver_waits_no_lon
     try:
         group = join("127.0.0.1", listener.port, 0, 2, "pair", "gloo", TIMEOUT, listener=listener)
         raws = {name: raw(tensor) for name, tensor in tensors.items()}
-        buckets = plan(infos_of(tensors), 64)
-        measured = collective.send_all(group, raws, buckets, "cpu", time.monotonic() + 20)
+        buckets, buffers = plan(infos_of(tensors), 64), collective.Buffers("cpu")
+        measured = collective.send_all(group, raws, buckets, buffers, time.monotonic() + 20)
         assert measured.nbytes == sum(each.nbytes for each in infos_of(tensors))
         assert mine.poll(30) and mine.recv() == files.digest(tensors)
         assert mine.poll(30) and 0.9 < mine.recv() < 10
         process.join(20)
         with pytest.raises(TransferError, match="group pair"):  # the other end is gone
             for _ in range(2):
-                collective.send_all(group, raws, buckets, "cpu", time.monotonic() + 20)
-        group.close(), group.close()
+                collective.send_all(group, raws, buckets, buffers, time.monotonic() + 20)
+        group.close()
+        group.close()
         with pytest.raises(TransferError, match="group pair is closed"):
             group.start(torch.zeros(1), time.monotonic() + 1)
     finally:

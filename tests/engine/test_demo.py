@@ -42,6 +42,19 @@ def test_options_reach_the_configuration(tmp_path: Path):
     assert config.rollout.options == {"slow_tools_sigma": 0.9}
 
 
+def test_with_sglang_the_rollout_daemon_is_told_the_interpreter(tmp_path: Path):
+    config = demo.demo_config(
+        get_task("reverse"), tmp_path / "run", engine="sglang", sglang_python=str(tmp_path / "python")
+    )
+    assert config.rollout.backend == "sglang"
+    assert config.rollout.sglang.python == str(tmp_path / "python")
+
+
+def test_an_interpreter_for_sglang_needs_that_engine(capsys: pytest.CaptureFixture[str]):
+    assert main(["demo", "--sglang-python", "python"]) == 2
+    assert "goes with --engine sglang" in capsys.readouterr().err
+
+
 def test_preparing_leaves_a_run_directory_that_stands_for_its_configuration(tmp_path: Path):
     pytest.importorskip("torch")
     task = get_task("guess")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli import DONE, FAILED, WRONG_USAGE, main
+from engine.commands import rundir
 from engine.config import Config, build_config, fingerprint, load_config
 from engine.config_fields import replaced
 from engine.portable import model_files, portable_config
@@ -216,6 +217,47 @@ def test_a_configuration_of_another_version_names_the_slice_and_the_setting(tmp_
     err = told(capsys)
     assert "odd.mslice: this version cannot read its configuration" in err and "run.nmae" in err
     assert [each.name for each in tmp_path.iterdir()] == ["odd.mslice"]
+
+
+@pytest.mark.parametrize(
+    ("line", "instead", "key"),
+    [
+        ('url = "file:///slice/log"', 'url = "file:///tmp/another/log"', "log.url"),
+        ('url = "file:///slice/log"', 'url = "kafka://broker.example:9092"', "log.url"),
+        ('dir = "/slice"', 'dir = "/tmp/another"', "log.url"),
+        ('name = "run"', 'name = "other"', "run.name"),
+    ],
+)
+def test_a_slice_cannot_lead_to_another_log(config, tmp_path, capsys, line, instead, key):
+    text = portable_config(config)
+    assert text.count(line) == 1
+    manifest = Manifest(
+        run="run",
+        partitions=config.log.partitions,
+        schema="1.0",
+        source="file",
+        made_ms=1,
+        chosen="",
+        config=text.replace(line, instead),
+        fingerprint="",
+        topics={"ledger": [(0, 0)]},
+    )
+    with SliceWriter(tmp_path / "odd.mslice", manifest):
+        pass
+    assert main(["import", str(tmp_path / "odd.mslice"), str(tmp_path / "new")]) == WRONG_USAGE
+    assert f"odd.mslice: its configuration has {key} = " in told(capsys)
+    assert [each.name for each in tmp_path.iterdir()] == ["odd.mslice"]
+
+
+def test_nothing_goes_on_with_an_imported_run(run_dir, tmp_path, capsys):
+    path, again = tmp_path / "some.mslice", tmp_path / "again"
+    assert main(["export", run_dir, "--slice", str(path), "--to-step", "4"]) == DONE
+    assert main(["import", str(path), str(again)]) == DONE
+    for command in (["serve", "feeder", str(again)], ["staleness", str(again), "--set", "3"]):
+        assert main(command) == WRONG_USAGE
+        assert f"{again} was made by millstream import" in told(capsys)
+    with pytest.raises(ConfigError, match="was made by millstream import"):
+        rundir.adopt(load_config(again, environ={}))
 
 
 def test_a_slice_never_takes_the_place_of_a_file(run_dir, tmp_path, capsys):

@@ -160,7 +160,8 @@ def test_o27_an_engine_killed_just_before_a_version_is_named_and_the_next_goes_t
     sent = trainer.sender.sent
     assert sent is not None and sent.error and sent.lost == ["rollout-2"]
     assert engines.events(TransferGroupEnded)[-1].lost == ["rollout-2"]
-    engines.ready(0, 5), engines.ready(1, 5)
+    engines.ready(0, 5)
+    engines.ready(1, 5)
     engines.whole(0, 1)
     trainer.publish(6)
     sent = trainer.sender.sent
@@ -231,7 +232,8 @@ def test_a_frozen_engine_holds_nobody_up_and_catches_up_from_disk_when_it_goes_o
     # while that is on its way a version goes by its file alone, and the trainer does not wait
     assert "distributed" not in trainer.publish(6, wait_s=0).uris
     assert time.monotonic() - began < 3
-    engines.ready(0, 6), engines.ready(2, 6)
+    engines.ready(0, 6)
+    engines.ready(2, 6)
     assert trainer.sender.wait(timedelta(seconds=20))
     assert time.monotonic() - began < 20  # it gave no sign of life any more: long before the deadline
     sent = trainer.sender.sent
@@ -268,7 +270,8 @@ def test_an_engine_that_never_joins_is_named_and_after_three_times_left_out(engi
         trainer.publish(version)
         sent = trainer.sender.sent
         assert sent is not None and sent.lost == ["rollout-1"]
-        engines.ready(0, version), engines.ready(1, version)
+        engines.ready(0, version)
+        engines.ready(1, version)
     engines.whole(0)
     trainer.publish(5)
     assert engines.ways(5, 0, 1) == ["distributed", "disk"]

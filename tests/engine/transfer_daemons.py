@@ -73,6 +73,7 @@ class Holder(ScriptedEngine):
     async def update(self, published: WeightsPublished, path: Path) -> float:
         self.tensors = await on_a_thread(self.files.load, published, path)
         self._held = weights_id(published)
+        self.receiver.in_service(from_disk=True)
         return 0.0
 
     async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
@@ -89,6 +90,7 @@ class Holder(ScriptedEngine):
             _at_bucket(fault)
         self.tensors = await on_a_thread(self.receiver.receive, published, group, bucket_bytes)
         self._held = weights_id(published)
+        self.receiver.in_service(from_disk=False)
         return 0.0
 
     def checksum(self) -> str:
@@ -97,12 +99,13 @@ class Holder(ScriptedEngine):
 
 def _at_bucket(fault: Fault) -> None:
     """From the next broadcast on, count buckets and do it at that one."""
-    start, count = collective.Group.start, iter(range(1 << 30))
+    group_class: Any = collective.Group
+    start, count = group_class.start, iter(range(1 << 30))
 
     def broken(self: Any, tensor: Any, *limits: Any) -> Callable[[], None]:
         if next(count) != fault.bucket:
             return start(self, tensor, *limits)
-        collective.Group.start = start
+        group_class.start = start
         if fault.kind in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         if fault.kind == "raise":
@@ -115,7 +118,7 @@ def _at_bucket(fault: Fault) -> None:
 
         return corrupt if fault.kind == "corrupt" else waits
 
-    collective.Group.start = broken
+    group_class.start = broken
 
 
 def rollout(folder: str, replica: int, fault: Fault | None) -> None:

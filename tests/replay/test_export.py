@@ -33,6 +33,7 @@ from streams.events import (
     Metrics,
     RolloutFailed,
     RunFinished,
+    RunStarted,
     ScoringFailed,
     StepMeasured,
     StepSkipped,
@@ -609,3 +610,16 @@ def test_completed_groups_are_read_once_each(tmp_path):
     put(log, topics, "groups", copy, 0)
     export(log, topics, tmp_path / "out")
     assert by("group_id", rows(tmp_path / "out", "groups"))["0-0"]["n_members"] == 2
+
+
+def test_another_run_of_the_same_name_is_not_taken_for_more_of_this_one(tmp_path):
+    def later(event: Event) -> Event:
+        return changed(event, started_ms=2000) if isinstance(event, RunStarted) else event
+
+    log, topics = recorded()
+    export(log, topics, tmp_path / "out")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    another, _ = recorded(later)
+    with pytest.raises(ConfigError, match="holds an export of another run that is called run, too"):
+        export(another, topics, tmp_path / "out")
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from replay.ledger import read_run
@@ -163,6 +164,24 @@ def test_a_slice_of_some_steps_is_a_run_that_an_audit_accepts(tmp_path, world, f
                     assert found.records[0].header("id") == member.uid.encode()
         assert any(each.step == end for each in view.versions), "with the weights that the last step made"
         assert report.notes.get(f"records of unknown type {LEFT_OUT}", 0) == 0
+
+
+def test_what_an_earlier_step_took_out_of_turn_is_not_beyond_the_end(tmp_path):
+    first, second = (run.cut(1, [0, 1], [1, 1]), run.cut(2, [2, 3], [3, 2]))
+
+    def out_of_turn(event: Event) -> Event:
+        if isinstance(event, BatchCut) and event.step in (1, 2):
+            groups = (
+                [first.groups[0], second.groups[1]]
+                if event.step == 1
+                else [second.groups[0], first.groups[1]]
+            )
+            return msgspec.structs.replace(event, groups=groups)
+        return event
+
+    log, topics = run.recorded(out_of_turn)
+    stretches = select.of_steps(log, topics, 2, 2)
+    assert stretches["trajectories", 1].end == 4 and stretches["groups", 1].end == 2
 
 
 def test_steps_that_there_are_not_are_refused(world):
@@ -341,7 +360,27 @@ def test_a_manifest_that_cannot_be_followed_is_refused(tmp_path, changes, text):
     assert not list(tmp_path.glob("x*"))
 
 
-@pytest.mark.parametrize("name", ["/etc/x", "../x", "config.toml", "log/x", "model/../../x", ""])
+def test_a_run_whose_name_is_a_path_leads_nowhere(tmp_path):
+    with SliceWriter(tmp_path / "s", manifest(run="../../../../evil", topics={"ledger": [(7, 7)]})):
+        pass
+    (tmp_path / "deep").mkdir()
+    with pytest.raises(SliceError, match=r"topic name '../../../../evil\.ledger'"):
+        opened(tmp_path / "s", tmp_path / "deep" / "run")
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+def test_a_file_that_cannot_be_written_is_the_slices_fault(tmp_path):
+    (tmp_path / "content").write_text("x")
+    with SliceWriter(tmp_path / "s", manifest()) as writer:
+        writer.file("model/a", tmp_path / "content")
+        writer.file("model/a/b", tmp_path / "content")
+    with pytest.raises(SliceError, match="its file 'model/a/b' cannot be written"):
+        opened(tmp_path / "s", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "name", ["/etc/x", "../x", "config.toml", "log/x", "LOG/x", "model/../../x", "model/\0", ""]
+)
 def test_a_file_is_only_written_below_the_run_directory(tmp_path, name):
     (tmp_path / "content").write_text("x")
     with SliceWriter(tmp_path / "s", manifest()) as writer:

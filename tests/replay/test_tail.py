@@ -59,6 +59,8 @@ def tail(log: EventLog, topic: str, where: str, **options) -> list[tuple[int, in
         ("@1793527200000", Start("time", 1793527200000)),
         ("@2026-11-01T10:00:00Z", Start("time", 1793527200000)),
         ("@2026-11-01T18:00:00.250+08:00", Start("time", 1793527200250)),
+        ("@2026-11-01T10:00:00.5Z", Start("time", 1793527200500)),
+        ("@2026-11-01T10:00:00.123456789Z", Start("time", 1793527200123)),
     ],
 )
 def test_starting_places(text: str, start: Start):

@@ -84,7 +84,7 @@ def is_built(folder: Path) -> bool:
 def build(folder: Path) -> Path:
     """Make the environment, or find it made; returns its interpreter. Packages come from where pip is set up to look.
 
-    Raises subprocess.CalledProcessError when an installation fails; what was installed stays, and the next call goes on.
+    Raises subprocess.CalledProcessError when an installation fails; what was installed stays for the next call.
     """
     if is_built(folder):
         return interpreter(folder)
@@ -103,7 +103,7 @@ def _pins() -> str:
 
 
 def _install(folder: Path, packages: Sequence[str], *options: str) -> None:
-    """With uv, which takes a tenth of the time; with pip where there is none, or where it cannot reach what pip does."""
+    """With uv, which takes a tenth of the time; with pip where there is none, or it cannot reach what pip does."""
     environ = dict(os.environ)
     if index := environ.get("PIP_INDEX_URL"):
         environ.setdefault("UV_DEFAULT_INDEX", index)
