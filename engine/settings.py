@@ -627,7 +627,7 @@ class WeightsConfig(Section, frozen=True):
         int, doc("With `delta`: versions from one full version to the next.", unit="versions", ge=1)
     ] = 20
     bucket_bytes: Annotated[int, doc("Bytes of one broadcast.", unit="bytes", ge=1 << 16, le=8 << 30)] = (
-        512 << 20
+        64 << 20
     )
     backend: Annotated[
         Literal["auto", "gloo", "nccl", "mccl"],

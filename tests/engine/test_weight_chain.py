@@ -22,7 +22,6 @@ from engine.weights import chain
 from engine.weights.chain import link_chain, materialize_to_file, needed_by, resolve
 from engine.weights.delta_writer import DeltaPolicy
 from engine.weights.store import WeightsConflict, WeightsError, WeightStore, digest, verify
-from engine.weights.transport import DiskTransport
 from replay.ledger import read_run
 from streams.events import WeightsPublished
 from tests.support.world import World
@@ -273,13 +272,6 @@ def test_weights_that_are_not_the_published_ones_are_never_served(store: WeightS
     assert digest(held.load(events[2], path_of(store, 2))) == events[2].digest
     with pytest.raises(EngineError, match="of kind 'lora', neither full nor a delta"):
         held.load(msgspec.structs.replace(events[2], kind="lora"), path_of(store, 2))
-
-
-def test_the_disk_transport_hands_out_the_delta(store: WeightStore, tmp_path: Path):
-    events = published(store, range(2))
-    transport = DiskTransport()
-    transport.send(events[1], state(1))
-    assert transport.fetch(events[1], tmp_path) == path_of(store, 1)
 
 
 def test_a_model_serves_a_version_that_came_as_a_delta(tmp_path: Path):

@@ -24,8 +24,6 @@ from engine.weights.store import (
     snapshot,
     verify,
 )
-from engine.weights.transport import DiskTransport, make_transport
-from streams.errors import ConfigError
 from streams.events import TensorInfo
 
 ARRAYS = {
@@ -290,25 +288,7 @@ def test_prune_removes_what_killed_trainers_left_but_nothing_in_the_making(store
     assert not left.exists() and making.exists() and other.exists()
 
 
-# ---------------------------------------------------------------- transport
-def test_the_disk_transport_finds_the_published_file(store: WeightStore, tmp_path: Path):
-    event = store.publish(ARRAYS, epoch=0, version=4, step=4)
-    transport = make_transport("disk")
-    transport.send(event, ARRAYS)
-    assert transport.fetch(event, tmp_path) == store.path(0, 4)
-    store.path(0, 4).unlink()
-    with pytest.raises(WeightsError, match="version 4 is not there"):
-        transport.fetch(event, tmp_path)
-
-
 def test_a_store_outside_the_run_directory_publishes_absolute_paths(tmp_path: Path):
     run_dir, memory = tmp_path / "run", tmp_path / "memory"
     event = WeightStore(memory, keep=1, run_dir=run_dir).publish(ARRAYS, epoch=0, version=0, step=0)
     assert event.uris == {"disk": str(memory / "e0-v0.safetensors")}
-    assert DiskTransport().fetch(event, run_dir) == memory / "e0-v0.safetensors"
-
-
-@pytest.mark.parametrize(("name", "message"), [("ipc", 'has only "disk"'), ("pigeon", "no such transport")])
-def test_an_unknown_transport_is_refused(name: str, message: str):
-    with pytest.raises(ConfigError, match=message):
-        make_transport(name)
