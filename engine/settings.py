@@ -406,14 +406,6 @@ class RolloutConfig(Section, frozen=True):
     task_deadline_s: Annotated[
         float, doc("Time for one sample, after which it has failed.", unit="s", gt=0)
     ] = 600.0
-    max_logprob_mismatch: Annotated[
-        PositiveFloat | None,
-        doc(
-            "Mean difference of an engine's log-probs to the trainer's for the same weights, over 3 steps in a row, at "
-            "which the engine is quarantined and started anew; unset: it is only measured (metric `mismatch/…`).",
-            unit="nat a token",
-        ),
-    ] = None
     options: Annotated[dict[str, Any], doc("Handed to the generate function as it is.", run_data=True)] = (
         msgspec.field(default_factory=dict)
     )

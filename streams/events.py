@@ -5,7 +5,7 @@
     rewards       RewardAssigned  ScoringFailed                               reward
     groups        GroupCompleted  GroupDropped  MembersMissing                collector
     ledger        RunStarted  EpochStarted  BatchCut  GroupsDropped  WeightsPublished  CheckpointSaved
-                  StepSkipped  EngineQuarantined  RunEnding  RunFinished      trainer
+                  StepSkipped  RunEnding  RunFinished                         trainer
                   DataEnded                                                   feeder
                   LimitChanged  Paused  Resumed                               command line
     fleet         EngineJoined  EngineUpdating  EngineReady  EngineFailed  EngineLeft  rollout
@@ -314,22 +314,6 @@ class StepSkipped(Event, frozen=True, kw_only=True, tag="step_skipped"):
     detail: str = ""
 
 
-class EngineQuarantined(Event, frozen=True, kw_only=True, tag="engine_quarantined"):
-    """The log-probs of this engine are not those of the weights that it says it holds: its samples go no further.
-
-    Groups with a sample of this engine that was finished after `since_ms` are dropped as "quarantined". It ends when
-    the engine joins again.
-    """
-
-    epoch: NonNegative
-    version: NonNegative  # trainer version when it was written
-    engine: str
-    reason: str  # "logprob_mismatch"
-    detail: str = ""
-    since_ms: int = 0
-    at_ms: int = 0
-
-
 class RunEnding(Event, frozen=True, kw_only=True, tag="run_ending"):
     """The trainer wants no more groups: the feeder stops and answers with DataEnded."""
 
@@ -498,7 +482,6 @@ LedgerEvent = (
     | WeightsPublished
     | CheckpointSaved
     | StepSkipped
-    | EngineQuarantined
     | RunEnding
     | RunFinished
     | DataEnded
