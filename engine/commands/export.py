@@ -34,8 +34,14 @@ Reads by position, commits nothing and joins no group: safe beside a live run.""
 EXAMPLE = """  millstream export runs/demo --to parquet
   millstream export runs/demo --to jsonl --out /tmp/demo --topic rewards --where 'reward > 0.5'
   millstream export runs/demo --to parquet --from-step 100 --where 'outcome == "dropped"'
-  millstream export runs/demo --slice odd.mslice --groups 0-17,3-4
+  millstream export runs/demo --slice odd.mslice --groups 0-7,3-4
   millstream export runs/demo --slice start.mslice --to-step 5 --with-model"""
+
+_INSTEAD = {
+    "--groups": ': choose rows with --where, as in --where \'group_id in ["0-3", "3-4"]\'',
+    "--where": ": a slice holds whole groups or whole steps; name them with --groups, or --from-step and --to-step",
+    "--out": ": --slice names the file itself",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--to", choices=("parquet", "jsonl"), help="write tables in this format")
     what.add_argument("--slice", metavar="FILE", help="write a slice of the log to this file")
-    parser.add_argument("--out", metavar="DIR", help="folder for the tables (default: ./<run>-<format>)")
+    parser.add_argument("--out", metavar="DIR", help="folder for the tables (default: ./<run.name>-<format>)")
     parser.add_argument(
         "--topic",
         metavar="WORD",
@@ -83,7 +89,7 @@ def _refuse_mixtures(args: argparse.Namespace) -> None:
     strangers, kind = (for_tables, "--slice") if args.slice is not None else (for_slices, "--to")
     for name, value in strangers.items():
         if value:
-            raise ConfigError(f"{name} does not go with {kind}")
+            raise ConfigError(f"{name} does not go with {kind}{_INSTEAD.get(name, '')}")
     if args.groups and (args.from_step is not None or args.to_step is not None):
         raise ConfigError("--groups does not go with --from-step and --to-step: name groups or steps")
 
@@ -177,6 +183,10 @@ def _slice(args: argparse.Namespace, config: Config) -> int:
     from replay.slices.select import of_topics
 
     path = Path(args.slice)
+    if path.exists():
+        raise ConfigError(f"--slice {path} exists: name a new file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--slice {path}: {path.parent} is no folder")
     words = check_topics(args.topic)
     with common.open_for_reading(config) as log:
         topics = common.topics_of(config)
@@ -205,7 +215,7 @@ def _slice(args: argparse.Namespace, config: Config) -> int:
     logger.info(
         "%s: %d records and %d files in %d bytes", path, written.n_records, len(model.files), written.n_bytes
     )
-    if config.model.path and not args.with_model:
+    if config.model.path and not args.with_model and not args.groups:
         logger.info("the model is not in it; --with-model takes it along, so that the slice can be replayed")
     return 0
 
@@ -214,7 +224,7 @@ def _stretches(args: argparse.Namespace, log: EventLog, topics: Topics) -> Stret
     from replay.slices import select
 
     if args.groups:
-        ids = [each for each in args.groups.split(",") if each]
+        ids = [each.strip() for each in args.groups.split(",") if each.strip()]
         return select.of_groups(log, topics, ids)
     if args.from_step is not None or args.to_step is not None:
         return select.of_steps(log, topics, args.from_step, args.to_step)

@@ -12,6 +12,7 @@ from engine.commands import common
 from streams.errors import ConfigError
 
 if TYPE_CHECKING:
+    from engine.config import Config
     from engine.replaying.ab import VersusReport
     from engine.replaying.comparison import Comparison
     from engine.replaying.settings import Plan
@@ -74,6 +75,7 @@ def execute(args: argparse.Namespace) -> int:
             f'--save: trainer.backend = "{plan.recorded.trainer.backend}" has no Hugging Face folder to write'
         )
     refuse_other_run(plan.own, patient=False)
+    require_model(plan.recorded)
     with common.open_for_reading(plan.recorded) as log:
         record = read_record(log, common.topics_of(plan.recorded), args.first, args.last)
         folder = new_folder(args.out, plan.recorded, datetime.now())
@@ -89,6 +91,21 @@ def execute(args: argparse.Namespace) -> int:
     sys.stdout.write(text if args.json else report.as_table())
     logger.info("written to %s: %s", folder, ", ".join(written))
     return code
+
+
+def require_model(config: Config) -> None:
+    """Raise ConfigError if the model that the steps begin with is not on this machine."""
+    from engine.commands.rundir import IMPORTED_FILE
+
+    if config.trainer.backend != "torch" or (Path(config.model.path) / "config.json").is_file():
+        return
+    why = ""
+    if (Path(config.run.dir) / IMPORTED_FILE).is_file():
+        why = "the slice was made without it: export these steps again with --with-model, or "
+    raise ConfigError(
+        f"model.path = {config.model.path!r}: not a Hugging Face folder (no config.json in it), and the steps are "
+        f"made again from that model; {why}name it with --set model.path=DIR"
+    )
 
 
 def _compare(plan: Plan, record: Record, folder: Path) -> tuple[Comparison, Any, int]:

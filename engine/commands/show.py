@@ -59,7 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("id", metavar="ID", help="see above")
     parser.add_argument("--json", action="store_true", help="one JSON object with every fact")
     parser.add_argument(
-        "--html", metavar="FILE", type=Path, help="write one self-contained page (nothing is printed then)"
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="write one self-contained page (the text is not printed then)",
     )
     words.add_tokenizer(parser)
 

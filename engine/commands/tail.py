@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,9 +38,9 @@ A field that is missing is null; null compares false. metadata.level and members
 EXAMPLE = """  millstream tail runs/demo ledger -o -20 -e
   millstream tail runs/demo rewards -g 0-3 -e
   millstream tail runs/demo rewards -e --where 'reward > 0.5 and finish_reason == "length"'
-  millstream tail runs/demo ledger -e --where 'type == "batch_cut" and "0-17" in drops.group_id'
+  millstream tail runs/demo ledger -e --where 'type == "batch_cut" and "0-7" in drops.group_id'
   millstream tail runs/demo trajectories -c 1 --json
-  millstream tail runs/demo trajectories -o @2026-11-01T10:00:00Z -p 0,2 --tokenizer
+  millstream tail runs/demo trajectories -o @2026-11-01T10:00:00Z -p 1 --tokenizer
   millstream tail runs/demo tasks -e -f '%p:%o %T %k\\n'"""
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-p", "--partition", metavar="P", type=_partitions, help="only these partitions, as in 3 or 0,2"
     )
-    parser.add_argument("-g", "--group", metavar="ID", help="only records that name this group")
-    parser.add_argument("-k", "--uid", metavar="UID", help="only records that name this sample")
+    parser.add_argument("-g", "--group", metavar="ID", help="only records that name this group, as in 0-3")
+    parser.add_argument(
+        "-k", "--uid", metavar="UID", help="only records that name this sample, as in 0-3/1/0"
+    )
     parser.add_argument("--where", metavar="EXPR", help="only records that meet a condition, see above")
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
@@ -112,6 +115,7 @@ def execute(args: argparse.Namespace) -> int:
         place = _find(args, topics, log.topics())
         _check_fields(picks, place)
         show, opens = _shower(args, config, log, place)
+        waits = _Waits(place, args)
         tail = Tail(
             log,
             place.topic,
@@ -121,7 +125,7 @@ def execute(args: argparse.Namespace) -> int:
             count=args.count,
             picks=picks,
             opens=opens,
-            on_wait=sys.stdout.flush,
+            on_wait=lambda: waits(tail),
         )
         _say_where_it_starts(log, place, start, args)
         _show_all(tail, place, show)
@@ -163,8 +167,19 @@ def _picks(args: argparse.Namespace) -> list[Pick]:
 
     picks: list[Pick] = []
     if args.group is not None:
+        if "/" in args.group:
+            raise ConfigError(
+                f"-g {args.group}: a group is data epoch and row, as in 0-3; did you mean "
+                f"-g {args.group.partition('/')[0]}, or -k for the sample?"
+            )
         picks.append(NamesGroup(args.group))
     if args.uid is not None:
+        if re.fullmatch(r"[^/]+/\d+/\d+", args.uid) is None:
+            hint = {0: f"-g {args.uid} for its group", 1: f"-k {args.uid}/0"}.get(args.uid.count("/"))
+            raise ConfigError(
+                f"-k {args.uid}: a sample is group, index and attempt, as in 0-3/1/0"
+                + (f"; did you mean {hint}?" if hint else "")
+            )
         picks.append(NamesSample(args.uid))
     if args.where is not None:
         picks.append(Meets(parse_where(args.where)))
@@ -242,20 +257,39 @@ def _say_why_nothing(
 ) -> None:
     from replay.tail import TIME
 
-    where = f"partition {','.join(map(str, args.partition))} of " if args.partition is not None else ""
+    where = _where(args)
     if tail.looked_at:
-        wanted = [
-            f"names {what} {name}" for what, name in (("group", args.group), ("sample", args.uid)) if name
-        ]
-        wanted += [f"meets {args.where!r}"] if args.where is not None else []
-        logger.warning(
-            "none of the %d records of %s%s that were looked at %s",
-            tail.looked_at,
-            where,
-            place.word,
-            " and ".join(wanted),
-        )
+        logger.warning("%s", _none_of(tail, place, args))
     elif all(log.end(place.topic, p) == log.start(place.topic, p) for p in place.partitions):
         logger.warning("%s%s is empty", where, place.word)
     elif start.kind != TIME:
         logger.warning("%s%s has no record from %s on", where, place.word, args.offset)
+
+
+class _Waits:
+    """Called before each wait for more; the first time it says so if nothing was wanted of what is there."""
+
+    def __init__(self, place: _Place, args: argparse.Namespace) -> None:
+        self._place, self._args, self._is_first = place, args, True
+
+    def __call__(self, tail: Tail) -> None:
+        sys.stdout.flush()
+        picky = any(each is not None for each in (self._args.group, self._args.uid, self._args.where))
+        if self._is_first and picky and tail.looked_at and not tail.shown:
+            logger.warning(
+                "%s; waiting for one (-e: stop at the end)", _none_of(tail, self._place, self._args)
+            )
+        self._is_first = False
+
+
+def _none_of(tail: Tail, place: _Place, args: argparse.Namespace) -> str:
+    wanted = [f"names {what} {name}" for what, name in (("group", args.group), ("sample", args.uid)) if name]
+    wanted += [f"meets {args.where!r}"] if args.where is not None else []
+    return (
+        f"none of the {tail.looked_at} records of {_where(args)}{place.word} that were looked at "
+        f"{' and '.join(wanted)}"
+    )
+
+
+def _where(args: argparse.Namespace) -> str:
+    return f"partition {','.join(map(str, args.partition))} of " if args.partition is not None else ""

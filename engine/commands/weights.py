@@ -60,9 +60,11 @@ def execute(args: argparse.Namespace) -> int:
 
 def _materialize(args: argparse.Namespace, config: Config, log: EventLog, publications: Publications) -> None:
     from engine.commands.rundir import refuse_other_run
+    from engine.config import load_config
     from engine.weights.materialize import Run, check_out, materialize
 
-    refuse_other_run(config, patient=False)  # with other settings, steps made again give other weights
+    # with other settings, steps made again give other weights; where the model lies does not matter
+    refuse_other_run(load_config(args.config, _without_places(args.overrides)), patient=False)
     out = Path(args.out)
     check_out(out, Path(config.run.dir))
     found = publications.find(args.version)
@@ -84,9 +86,17 @@ def _materialize(args: argparse.Namespace, config: Config, log: EventLog, public
 
 
 def _backend(config: Config) -> TrainerBackend:
+    from engine.commands.replay import require_model
     from engine.replaying.steps import build
 
+    require_model(config)
     return build(config)
+
+
+def _without_places(overrides: list[str]) -> list[str]:
+    from engine.replaying.settings import PLACES
+
+    return [item for item in overrides if item.partition("=")[0].strip() not in PLACES]
 
 
 def _as_json(config: Config, versions: list[Version]) -> str:

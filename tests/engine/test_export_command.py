@@ -99,6 +99,10 @@ def test_a_time_after_the_end_says_that_there_is_nothing(run_dir, tmp_path, caps
         (["--to", "jsonl", "--from-step", "90"], "--from-step 90: the run has steps 1 to "),
         (["--slice", "x", "--to-step", "90"], "--to-step 90: the run has steps 1 to "),
         (["--slice", "x", "--groups", "7-7"], "--groups 7-7: the run has no such group"),
+        (["--slice", "x", "--groups", "0-1, 7-7"], "--groups 7-7: the run has no such group"),
+        (["--slice", "none/x"], "--slice none/x: none is no folder"),
+        (["--slice", "x", "--where", "reward > 1"], "name them with --groups, or --from-step and --to-step"),
+        (["--to", "jsonl", "--groups", "0-1"], "choose rows with --where"),
     ],
 )
 def test_what_cannot_be_done_is_refused_before_a_file_is_made(
@@ -262,7 +266,7 @@ def test_nothing_goes_on_with_an_imported_run(run_dir, tmp_path, capsys):
 
 def test_a_slice_never_takes_the_place_of_a_file(run_dir, tmp_path, capsys):
     (tmp_path / "mine").write_text("mine")
-    assert main(["export", run_dir, "--slice", str(tmp_path / "mine")]) == FAILED
+    assert main(["export", run_dir, "--slice", str(tmp_path / "mine")]) == WRONG_USAGE
     assert "mine exists: name a new file" in told(capsys)
     assert (tmp_path / "mine").read_text() == "mine"
 

@@ -62,6 +62,26 @@ def test_weights_metrics_and_the_sums_of_samples_come_out_again(four_steps, tmp_
     assert digest(saved.state_dict()) == held
 
 
+def test_a_slice_without_its_model_says_how_to_get_it(four_steps, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("engine.picture.lines", lambda path, panels, title: None)
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", str(four_steps.path), "--slice", "s.mslice"]) == 0
+    assert main(["import", "s.mslice", "again"]) == 0
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    model = f"model.path={tmp_path / 'elsewhere'}"
+    for command in (
+        ["replay", "again", "--out", "out"],
+        ["weights", "again", "materialize", "0", "out"],
+    ):
+        capsys.readouterr()
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert "the slice was made without it: export these steps again with --with-model, or name it" in said
+    assert main(["replay", "again", "--out", "out", "--set", model]) == 0
+    assert main(["weights", "--set", model, "again", "materialize", "0", "weights"]) == 0
+    assert (tmp_path / "weights" / "config.json").is_file()
+
+
 def test_a_planted_log_prob_names_its_sample(four_steps, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("engine.picture.lines", lambda path, panels, title: None)
 

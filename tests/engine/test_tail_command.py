@@ -19,7 +19,7 @@ from engine.commands import tail as command
 from engine.roles import open_run_log
 from streams.errors import LogError
 from streams.events import Drop, LimitChanged
-from streams.log import NewRecord, TopicPartition
+from streams.log import EventLog, NewRecord, TopicPartition
 from tests.engine.tail_support import Run
 from tests.support import recorded
 from tests.support.events import rewarded
@@ -148,6 +148,38 @@ def test_a_topic_that_does_not_exist_is_refused_with_those_that_do(tail):
     code, _, said = tail("reward")
     assert code == WRONG_USAGE
     assert "no topic 'reward' in this run; it has dead, fleet, groups, ledger, metrics, rewards" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong", "hint"),
+    [
+        ("-g", "0-3/1", "did you mean -g 0-3, or -k for the sample?"),
+        ("-k", "0-3", "did you mean -g 0-3 for its group?"),
+        ("-k", "0-3/1", "did you mean -k 0-3/1/0?"),
+        ("-k", "0-3/1/x", "a sample is group, index and attempt, as in 0-3/1/0"),
+    ],
+)
+def test_an_id_of_another_form_is_refused_with_what_was_meant(tail, option, wrong, hint):
+    code, _, said = tail("rewards", option, wrong)
+    assert code == WRONG_USAGE and f"{option} {wrong}: " in said and hint in said
+
+
+def test_who_waits_for_a_record_that_is_not_there_is_told(run: Run, monkeypatch, capsys):
+    waited: list[int] = []
+
+    def wait(log: EventLog, *_: object) -> None:
+        waited.append(1)
+        if len(waited) == 2:
+            raise KeyboardInterrupt
+
+    with run.log() as log:
+        monkeypatch.setattr(type(log), "wait", wait)
+    main(["tail", str(run.config_file), "rewards", "-g", "9-9"])
+    said = capsys.readouterr().err
+    assert (
+        said.count("none of the 6 records of rewards that were looked at names group 9-9; waiting for one")
+        == 1
+    )
 
 
 # ---------------------------------------------------------------- how it looks
