@@ -13,10 +13,13 @@ from the published list, so nothing but bytes is sent; the digest of the version
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -30,8 +33,11 @@ from streams.events import TensorInfo
 PORTS_TRIED = 100
 DEVICES = {"gloo": "", "nccl": "cuda", "mccl": "musa"}  # backend → device of its ranks; "": any
 _ARRIVED = "millstream/arrived"
-_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.002  # between two looks at a broadcast that is under way
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.001  # between two looks at a broadcast that is under way
 
+_WATCHDOG_S = 600.0  # beyond the deadline: by then the group has long been aborted
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_ENVIRONMENT = threading.Lock()
 _CLOSE_S = 0.5
 
 GiveUp = Callable[[], str]  # why it is no use to wait any longer; "": it is
@@ -82,16 +88,22 @@ def check_layout(tensors: Sequence[TensorInfo]) -> None:
             )
 
 
-def fill(buffer: Any, bucket: Sequence[TensorInfo], tensors: Mapping[str, RawTensor]) -> Any:
-    """Copy a bucket's tensors into `buffer` (uint8, torch); returns the part that is filled."""
-    import torch
-
+def fill(buffer: Any, bucket: Sequence[TensorInfo], tensors: Mapping[str, Any]) -> Any:
+    """Copy a bucket's tensors (RawTensor, or torch's on the device) into `buffer` (uint8); returns what is filled."""
     at = 0
     for info in bucket:
         if info.nbytes:
-            buffer[at : at + info.nbytes].copy_(torch.from_numpy(tensors[info.name].data))
+            buffer[at : at + info.nbytes].copy_(_flat(tensors[info.name]))
         at += info.nbytes
     return buffer[:at]
+
+
+def _flat(tensor: Any) -> Any:
+    import torch
+
+    if isinstance(tensor, RawTensor):
+        return torch.from_numpy(tensor.data)
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def views(buffer: Any, bucket: Sequence[TensorInfo]) -> dict[str, Any]:
@@ -150,12 +162,24 @@ class Listener:
         self.store = None
 
 
+class _Queued(NamedTuple):
+    """A broadcast on a device."""
+
+    ended: Any  # its event
+    wait: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.wait()
+
+
 class Group:
     """One rank of a group. Not for several threads at once, but `close` may be called from another."""
 
     def __init__(self, process_group: Any, store: Any, name: str, backend: str) -> None:
         self.name, self.backend = name, backend
         self._group, self._store = process_group, store
+        self._is_connected = backend == "gloo"  # NCCL's ranks connect in their first broadcast
+        self._stream: Any = None
 
     def start(self, tensor: Any, deadline: float, give_up: GiveUp = _never) -> Callable[[], None]:
         """Begin to send (rank 0) or to receive `tensor`; what is returned waits for the end.
@@ -167,28 +191,70 @@ class Group:
 
         options = BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        # on a device the deadline is kept here: what the watchdog says of a work that is late is of no use
+        spare_s = 0.001 if self.backend == "gloo" else _WATCHDOG_S
+        options.timeout = timedelta(seconds=max(0.0, deadline - time.monotonic()) + spare_s)
         options.asyncOp = True
         group = self._group
         if group is None:
             raise TransferError(f"group {self.name} is closed")
         try:
-            work = group.broadcast([tensor], options)
+            work = self._begin(lambda: group.broadcast([tensor], options), tensor.device, deadline, give_up)
+            ended: Any = (
+                work.is_completed if tensor.device.type == "cpu" else self._end_of(work, tensor.device)
+            )
         except Exception as error:
             raise TransferError(f"group {self.name}: {_first_line(error)}") from error
-        return lambda: self._wait(work, deadline, give_up)
+        if tensor.device.type == "cpu":
+            return lambda: self._wait(work, ended, deadline, give_up)
+        return _Queued(ended, lambda: self._wait(None, ended.query, deadline, give_up))
 
-    def _wait(self, work: Any, deadline: float, give_up: GiveUp) -> None:
+    def _begin(self, broadcast: Callable[[], Any], device: Any, deadline: float, give_up: GiveUp) -> Any:
+        """The first broadcast of a group on a device waits for all ranks, without a limit: on a thread of its own."""
+        if self._is_connected:
+            return broadcast()
+        import torch
+
+        begun: Future[Any] = Future()
+        module: Any = torch.get_device_module(device)
+        stream = module.current_stream(device)  # it is each thread's own
+
+        def broadcast_there() -> Any:
+            with module.stream(stream):
+                return broadcast()
+
+        threading.Thread(target=_into, args=(begun, broadcast_there), name="connect", daemon=True).start()
+        _until(begun.done, deadline, give_up, "the ranks did not connect within the deadline")
+        work = begun.result()
+        self._is_connected = True
+        return work
+
+    def _end_of(self, work: Any, device: Any) -> Any:
+        """The event at which the device has come to the end of a broadcast.
+
+        (NCCL's work says "completed" after an error, too.)
+        On a stream of its own, so that no other work on this device ever queues behind a broadcast.
+        """
+        import torch
+
+        module: Any = torch.get_device_module(device)
+        with module.device(device):
+            if self._stream is None:
+                self._stream = module.Stream()
+            ended = module.Event()
+            with module.stream(self._stream):
+                work.wait()  # the stream's, not this thread's
+                ended.record(self._stream)
+        return ended
+
+    def _wait(self, work: Any, has_ended: Callable[[], bool], deadline: float, give_up: GiveUp) -> None:
+        """`work`: None on a device."""
         try:
-            nap_s = _SHORTEST_NAP_S  # wait() has no deadline on a device, where it only queues on a stream
-            while not work.is_completed():
-                if time.monotonic() >= deadline:
-                    raise TimeoutError("the broadcast did not end within its deadline")
-                if why := give_up():
-                    raise TimeoutError(why)
-                time.sleep(nap_s)
-                nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-            work.wait()
+            _until(has_ended, deadline, give_up, "the broadcast did not end within its deadline")
+            if work is not None:
+                work.wait()
+            elif self._group is None:
+                raise TransferError("it was left meanwhile")
         except Exception as error:
             raise TransferError(f"group {self.name}: {_first_line(error)}") from error
 
@@ -232,21 +298,61 @@ def join(
             store.set(f"{_ARRIVED}/{group}/{rank}", "1")
         left = max(timedelta(milliseconds=1), timeout - timedelta(seconds=time.monotonic() - began))
         store.set_timeout(left)
-        made: Any = private._new_process_group_helper(
-            world_size,
-            rank,
-            [],
-            private.Backend(backend),
-            c10d.PrefixStore(group, store),
-            group_name=group,
-            timeout=left,
-        )[0]
+        with _no_suicide(backend):
+            made: Any = private._new_process_group_helper(
+                world_size,
+                rank,
+                [],
+                private.Backend(backend),
+                c10d.PrefixStore(group, store),
+                group_name=group,
+                timeout=left,
+            )[0]
         private._world.pg_group_ranks[made] = {each: each for each in range(world_size)}
     except Exception as error:
         raise TransferError(
             f"group {group} at {address}:{port}, rank {rank}: {_first_line(error)}"
         ) from error
     return Group(made, store, group, backend)
+
+
+def _until(is_done: Callable[[], bool], deadline: float, give_up: GiveUp, late: str) -> None:
+    nap_s = _SHORTEST_NAP_S
+    while not is_done():
+        if time.monotonic() >= deadline:
+            raise TimeoutError(late)
+        if why := give_up():
+            raise TimeoutError(why)
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+
+def _into(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+@contextmanager
+def _no_suicide(backend: str) -> Iterator[None]:
+    """Torch's watchdog ends the whole process after an error of NCCL; a broadcast of weights is not worth a trainer.
+
+    It reads this variable when a group is made.
+    """
+    if backend != "nccl":
+        yield
+        return
+    with _ENVIRONMENT:
+        before = os.environ.get(_ERROR_HANDLING)
+        os.environ[_ERROR_HANDLING] = "0"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_ERROR_HANDLING]
+            else:
+                os.environ[_ERROR_HANDLING] = before
 
 
 def _c10d() -> Any:
@@ -310,26 +416,86 @@ class Buffers:
 
 def send_all(
     group: Group,
-    tensors: Mapping[str, RawTensor],
+    tensors: Mapping[str, Any],
     buckets: Sequence[Sequence[TensorInfo]],
     buffers: Buffers,
     deadline: float,
     give_up: GiveUp = _never,
 ) -> Measured:
-    """Broadcast all buckets in order."""
+    """Broadcast all buckets in order. `tensors`: RawTensors, or for a device torch's that lie on it."""
     began = time.monotonic()
-    two = buffers.of(max((size_of(bucket) for bucket in buckets), default=0))
+    send = _send_in_turn if buffers.device == "cpu" else _send_queued
+    send(group, tensors, buckets, buffers, deadline, give_up)
+    return Measured(sum(map(size_of, buckets)), time.monotonic() - began)
+
+
+def _send_in_turn(
+    group: Group,
+    tensors: Mapping[str, Any],
+    buckets: Sequence[Sequence[TensorInfo]],
+    buffers: Buffers,
+    deadline: float,
+    give_up: GiveUp,
+) -> None:
     wait: Callable[[], None] | None = None
     for place, bucket in enumerate(buckets):
         part = _as_it_lies(bucket, tensors, buffers.device)
         if part is None:
-            part = fill(two[place % 2], bucket, tensors)
+            part = fill(buffers.of(_largest(buckets))[place % 2], bucket, tensors)
         if wait is not None:
             wait()
         wait = group.start(part, deadline, give_up) if part.numel() else None
     if wait is not None:
         wait()
-    return Measured(sum(map(size_of, buckets)), time.monotonic() - began)
+
+
+def _send_queued(
+    group: Group,
+    tensors: Mapping[str, Any],
+    buckets: Sequence[Sequence[TensorInfo]],
+    buffers: Buffers,
+    deadline: float,
+    give_up: GiveUp,
+) -> None:
+    """On a device copies and broadcasts follow one another without this thread, on a stream of their own."""
+    import torch
+
+    module: Any = torch.get_device_module(buffers.device)
+    begun: list[Any] = []
+    with module.device(buffers.device):
+        stream = module.Stream()
+        stream.wait_stream(module.current_stream())  # what made the tensors
+        with module.stream(stream):
+            for bucket in buckets:
+                part = _as_it_lies_on_device(bucket, tensors)
+                if part is None:
+                    if len(begun) >= 2:  # its buffer is free when the broadcast before the last has ended
+                        stream.wait_event(begun[-2].ended)
+                    part = fill(buffers.of(_largest(buckets))[len(begun) % 2], bucket, tensors)
+                if part.numel():
+                    begun.append(group.start(part, deadline, give_up))
+            for wait in begun:
+                wait()
+
+
+def _largest(buckets: Sequence[Sequence[TensorInfo]]) -> int:
+    return max((size_of(bucket) for bucket in buckets), default=0)
+
+
+def side_by_side(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot on the device, in one piece of memory: buckets of it need no copy. What is tied stays tied."""
+    import torch
+
+    distinct = {(each.data_ptr(), each.dtype, each.shape): each.detach() for each in tensors.values()}
+    copies: dict[Any, Any] = {}
+    device = next(iter(distinct.values())).device if distinct else "cpu"
+    n_bytes = sum(each.nbytes + each.itemsize for each in distinct.values())
+    room, at = torch.empty(n_bytes, dtype=torch.uint8, device=device), 0
+    for key, each in distinct.items():
+        at += -at % each.itemsize
+        copies[key] = room[at : at + each.nbytes].view(each.dtype).reshape(each.shape).copy_(each)
+        at += each.nbytes
+    return {name: copies[each.data_ptr(), each.dtype, each.shape] for name, each in tensors.items()}
 
 
 def memory_for(buckets: Sequence[Sequence[TensorInfo]], device: str, old: Sequence[Any] = ()) -> list[Any]:
@@ -351,14 +517,20 @@ def receive_all(
 ) -> dict[str, Any]:
     """All tensors, as views of `memory` (of `memory_for`). Raises TransferError; then it holds a mixture."""
     received: dict[str, Any] = {}
+    waits: list[Callable[[], None]] = []
     for bucket, buffer in zip(buckets, memory, strict=True):
         if buffer.numel():
-            group.start(buffer, deadline, give_up)()
+            waits.append(group.start(buffer, deadline, give_up))
+        if group.backend == "gloo":  # a device queues them, and needs nobody between one and the next
+            while waits:
+                waits.pop()()
         received.update(views(buffer, bucket))
+    for wait in waits:
+        wait()
     return received
 
 
-def _as_it_lies(bucket: Sequence[TensorInfo], tensors: Mapping[str, RawTensor], device: str) -> Any | None:
+def _as_it_lies(bucket: Sequence[TensorInfo], tensors: Mapping[str, Any], device: str) -> Any | None:
     """A bucket whose tensors lie side by side in main memory, as those of a snapshot do, needs no copy."""
     import torch
 
@@ -372,6 +544,26 @@ def _as_it_lies(bucket: Sequence[TensorInfo], tensors: Mapping[str, RawTensor], 
     if device != "cpu" or not first.flags.writeable:
         return None
     return torch.from_numpy(np.lib.stride_tricks.as_strided(first, (size_of(bucket),), (1,)))
+
+
+def _as_it_lies_on_device(bucket: Sequence[TensorInfo], tensors: Mapping[str, Any]) -> Any | None:
+    """The same of tensors on a device, as those of `side_by_side`."""
+    import torch
+
+    first: Any = tensors[bucket[0].name]
+    if isinstance(first, RawTensor):
+        return None
+    storage, at = first.untyped_storage(), first.data_ptr()
+    offset = at - storage.data_ptr()
+    for info in bucket:
+        tensor: Any = tensors[info.name]
+        if isinstance(tensor, RawTensor) or tensor.data_ptr() != at or not tensor.is_contiguous():
+            return None
+        at += info.nbytes
+    if offset + size_of(bucket) > storage.nbytes():  # neighbours by chance
+        return None
+    whole = torch.empty(0, dtype=torch.uint8, device=first.device)
+    return whole.set_(storage, offset, (size_of(bucket),), (1,))
 
 
 def _first_line(error: BaseException) -> str:

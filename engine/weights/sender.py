@@ -32,7 +32,7 @@ from consumers.runner import Clock, now_ms
 from engine.weights import collective
 from engine.weights.collective import Group, Listener, TransferError
 from engine.weights.membership import Candidate, Members
-from engine.weights.tensors import RawTensor, raw
+from engine.weights.tensors import raw
 from streams.errors import LogFull, LogUnavailable
 from streams.events import Event, TransferGroupEnded, TransferGroupFormed, WeightsPublished
 
@@ -74,7 +74,7 @@ class _Formed(NamedTuple):
 
 class _Job(NamedTuple):
     published: WeightsPublished
-    tensors: Mapping[str, RawTensor]
+    tensors: Mapping[str, Any]  # RawTensor, or torch's on the device
 
 
 class Sender:
@@ -134,10 +134,20 @@ class Sender:
         return msgspec.structs.replace(published, uris=uris)
 
     def send(self, published: WeightsPublished, tensors: Mapping[str, Any]) -> None:
-        """Begin to broadcast a version whose record is in the ledger. `tensors` must be a snapshot."""
+        """Begin to broadcast a version whose record is in the ledger. `tensors` must be a snapshot.
+
+        Tensors on the device from which buckets are sent do not pass through main memory.
+        """
         if self._formed is None or published.uris.get(TRANSPORT) != self._formed.event.group:
             return
-        job = _Job(published, {name: raw(tensor) for name, tensor in tensors.items()})
+        there = self._buffers.device.partition(":")[0]
+        job = _Job(
+            published,
+            {
+                name: tensor if there != "cpu" and _device_of(tensor) == there else raw(tensor)
+                for name, tensor in tensors.items()
+            },
+        )
         with self._changed:
             self._job = job
             self._changed.notify_all()
@@ -380,6 +390,10 @@ def _join(event: TransferGroupFormed, deadline: timedelta, listener: Listener, j
 def _close_what_came(joined: Future[Group]) -> None:
     if joined.exception() is None:
         joined.result().close()
+
+
+def _device_of(tensor: Any) -> str:
+    return str(getattr(getattr(tensor, "device", None), "type", "cpu"))
 
 
 def _difference(before: Sequence[str], now: Sequence[str]) -> str:
