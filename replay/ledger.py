@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 from typing import NamedTuple
 
+from consumers.staleness import Lineage
 from replay.records import Entry, TopicReader
 from streams.events import (
     BatchCut,
@@ -97,6 +98,15 @@ class RunView:
     def version(self) -> int:
         """Of the newest published weights; -1 before the first."""
         return self.versions[-1].version if self.versions else -1
+
+    def lineage(self) -> Lineage:
+        """Which versions of older epochs are which of the present one, after all records so far."""
+        lineage = Lineage()
+        for epoch, _ in self.epochs:
+            lineage.started(epoch)
+        for event in self.versions:
+            lineage.published(event.epoch, event.version, event.forked_at)
+        return lineage
 
     def groups_trained(self) -> list[tuple[BatchCut, CutGroup]]:
         """Every group of every cut, with its cut; groups of skipped steps too (they are closed all the same)."""

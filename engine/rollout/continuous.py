@@ -33,15 +33,15 @@ from engine.rollout.loading import (
     ENGINE_CLOSED,
     ENGINE_DIED,
     NO_WEIGHTS,
+    DiskOnly,
     Loader,
     PauseMode,
-    disk_only,
     weights_id,
 )
 from engine.rollout.torch_model import ServedModel
 from streams.columns import VersionRun
 from streams.errors import ConfigError
-from streams.events import TransferGroupFormed, WeightsPublished
+from streams.events import WeightsPublished
 
 _CLOSE_S = 5.0
 _CPU_PAGE, _CPU_BATCH_TOKENS = 32, 2048
@@ -96,13 +96,13 @@ class _Live:
             self.future.set_result(outcome)
 
 
-class ContinuousEngine:
+class ContinuousEngine(DiskOnly):
     """Serves the model of a local Hugging Face folder. All its requests have one `temperature`.
 
     `max_cached_tokens`: size of the key-value cache; None: what the device has room for (on a CPU 65,536).
     """
 
-    n_ranks, device = 0, "cpu"
+    device = "cpu"
 
     def __init__(
         self,
@@ -188,18 +188,6 @@ class ContinuousEngine:
 
     def _read(self, published: WeightsPublished, path: Path) -> dict[str, torch.Tensor]:
         return self._model.check(self._loader.load(published, path))
-
-    async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
-        raise disk_only(self.name)
-
-    async def leave_group(self, group: str) -> None:
-        pass
-
-    async def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> float:
-        raise disk_only(self.name)
-
-    def checksum(self) -> str:
-        return ""
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._live and self._held is not None:

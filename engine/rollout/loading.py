@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from engine.interfaces import EngineError, WeightsId
-from streams.events import WeightsPublished
+from streams.events import TransferGroupFormed, WeightsPublished
 
 # After these the engine serves nobody any more: no fault of a request, and never a RolloutFailed.
 ENGINE_CLOSED, ENGINE_DIED = "engine_closed", "engine_died"
@@ -25,11 +25,28 @@ def weights_id(published: WeightsPublished) -> WeightsId:
     return WeightsId(published.epoch, published.version, published.digest)
 
 
-def disk_only(name: str) -> EngineError:
-    """For an engine with `n_ranks` 0."""
-    return EngineError(
-        TRANSFER_FAILED, f"{name} is no member of transfer groups; it takes versions from disk"
-    )
+class DiskOnly:
+    """The part of an engine (engine/interfaces.py) that takes versions from files alone."""
+
+    name: str
+    n_ranks = 0
+
+    async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
+        raise self._is_no_member()
+
+    async def leave_group(self, group: str) -> None:
+        pass
+
+    async def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> float:
+        raise self._is_no_member()
+
+    def checksum(self) -> str:
+        return ""
+
+    def _is_no_member(self) -> EngineError:
+        return EngineError(
+            TRANSFER_FAILED, f"{self.name} is no member of transfer groups; it takes versions from disk"
+        )
 
 
 def on_disk(run_dir: Path) -> Locate:

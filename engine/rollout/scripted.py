@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from engine.interfaces import Completion, EngineError, Sampling, WeightsId
-from engine.rollout.loading import ENGINE_CLOSED, NO_WEIGHTS, Loader, PauseMode, disk_only, weights_id
+from engine.rollout.loading import ENGINE_CLOSED, NO_WEIGHTS, DiskOnly, Loader, PauseMode, weights_id
 from engine.rollout.text import ByteTokenizer, TokenText, WordTokenizer
 from streams.columns import VersionRun, merge_runs
 from streams.errors import ConfigError
-from streams.events import TransferGroupFormed, WeightsPublished
+from streams.events import WeightsPublished
 
 Weights = Mapping[str, Any]
 Answer = Callable[[Sequence[int], Sampling, random.Random, Weights], "tuple[list[int], list[float]]"]
@@ -32,13 +32,13 @@ Fault = Callable[[str, Completion], Completion]  # (request id, completion) → 
 FAULTS = ("nan", "infinite", "positive", "short_logprobs", "short_versions", "error")
 
 
-class ScriptedEngine:
+class ScriptedEngine(DiskOnly):
     """Serves `answer` once its first weights are whole.
 
     `token_s` is the time of one token; 0 answers at once. `fault` bends completions (see `fault_of`).
     """
 
-    n_ranks, device = 0, "cpu"
+    device = "cpu"
 
     def __init__(
         self,
@@ -112,18 +112,6 @@ class ScriptedEngine:
             self._aborted |= self._running
         self._weights, self._held = weights, weights_id(published)
         return time.monotonic() - started
-
-    async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
-        raise disk_only(self.name)
-
-    async def leave_group(self, group: str) -> None:
-        pass
-
-    async def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> float:
-        raise disk_only(self.name)
-
-    def checksum(self) -> str:
-        return ""
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._running:

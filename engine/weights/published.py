@@ -20,13 +20,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from consumers.staleness import Lineage
 from engine.trainer.checkpoint import MANIFEST
 from engine.weights import chain
 from engine.weights import tensors as files
 from engine.weights.delta import SUFFIX
 from engine.weights.tensors import WeightsError
-from replay.ledger import LedgerEntry, RunView, read_ledger
+from replay.ledger import LedgerEntry, read_ledger
 from replay.records import entries
 from streams.errors import ConfigError, MillstreamError
 from streams.events import (
@@ -98,7 +97,7 @@ class Publications:
         self._log, self._topics, self._run_dir = log, topics, run_dir
         ledger, self.view = read_ledger(log, topics)
         self.records = _newest_of_each(ledger)
-        self._lineage = _lineage_of(self.view)
+        self._lineage = self.view.lineage()
 
     def find(self, text: str) -> Found:
         """The version called `7`, `e3-v7` or `latest`. A void or abandoned one must be called by its full name.
@@ -291,15 +290,6 @@ def _newest_of_each(ledger: Sequence[LedgerEntry]) -> list[tuple[WeightsPublishe
             found.pop(key, None)
             found[key] = entry.event, entry.void
     return list(found.values())
-
-
-def _lineage_of(view: RunView) -> Lineage:
-    lineage = Lineage()
-    for epoch, _ in view.epochs:
-        lineage.started(epoch)
-    for event in view.versions:
-        lineage.published(event.epoch, event.version, event.forked_at)
-    return lineage
 
 
 def _serving(log: EventLog, topics: Topics) -> dict[str, EngineReady]:

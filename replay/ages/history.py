@@ -140,7 +140,7 @@ def read_history(log: EventLog, topics: Topics) -> History:
     source = _Source(log, topics)
     told = _told(source)
     groups = _dispatched(source)
-    _add_samples(source, groups, _lineage(view))
+    _add_samples(source, groups, view.lineage())
     for timestamp_ms, event in source.events("groups"):
         if isinstance(event, (GroupCompleted, GroupDropped)):
             _decide(groups.get(event.seq), timestamp_ms, event)
@@ -210,15 +210,6 @@ def _dispatched(source: _Source) -> dict[int, GroupLife]:
             groups[event.seq] = group
         group.attempts.setdefault(event.attempt, at_ms)
     return groups
-
-
-def _lineage(view: RunView) -> Lineage:
-    lineage = Lineage()
-    for epoch, _ in view.epochs:
-        lineage.started(epoch)
-    for event in view.versions:
-        lineage.published(event.epoch, event.version, event.forked_at)
-    return lineage
 
 
 def _add_samples(source: _Source, groups: dict[int, GroupLife], lineage: Lineage) -> None:

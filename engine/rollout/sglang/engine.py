@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.interfaces import Completion, EngineError, Sampling, WeightsId
-from engine.rollout.loading import ENGINE_CLOSED, FATAL, NO_WEIGHTS, PauseMode, disk_only, weights_id
+from engine.rollout.loading import ENGINE_CLOSED, FATAL, NO_WEIGHTS, DiskOnly, PauseMode, weights_id
 from engine.rollout.sglang import guard
 from engine.rollout.sglang.api import Generated
 from engine.rollout.sglang.client import SGLangClient, new_rid
@@ -39,7 +39,7 @@ from engine.rollout.sglang.server import Server
 from engine.rollout.sglang.spans import label
 from engine.rollout.sglang.updates import Held, Updates
 from streams.errors import ConfigError
-from streams.events import TransferGroupFormed, WeightsPublished
+from streams.events import WeightsPublished
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _CLOSE_S = 3.0
 _ENDED = "the server's process has ended"
 
 
-class SGLangEngine:
+class SGLangEngine(DiskOnly):
     """Serves the model of a local Hugging Face folder by one server.
 
         engine = SGLangEngine(model, server=Server(model, …), url="", folder=run_dir / "weights/served/rollout-0")
@@ -62,8 +62,6 @@ class SGLangEngine:
     same model, and take weights from nobody else. `start_timeout`: for the server to be ready; `request_timeout`: for
     a control call, a load of weights included; `generate_timeout`: a bound on one request, for a caller that has none.
     """
-
-    n_ranks = 0  # it takes weights from files only
 
     def __init__(
         self,
@@ -182,15 +180,6 @@ class SGLangEngine:
             self._is_unclaimed = True
             self._check_alive()
             raise
-
-    async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
-        raise disk_only(self.name)
-
-    async def leave_group(self, group: str) -> None:
-        pass
-
-    async def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> float:
-        raise disk_only(self.name)
 
     async def abort(self, request_id: str) -> None:
         end = time.monotonic() + _ABORT_S
