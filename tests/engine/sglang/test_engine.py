@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +28,9 @@ from tests.engine.sglang.engine_support import (
     run,
     some_tokens,
 )
-from tests.support.sglang import CONTEXT, make_model
+from tests.support.sglang import CONTEXT
 from tests.support.sglang_double import Double
 from tests.support.sglang_versions import Versions
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "model-0", 0)
-
-
-@pytest.fixture
-def double(model: Path) -> Iterator[Double]:
-    with Double(model, step_s=0.002) as double:
-        yield double
-
-
-@pytest.fixture
-def versions(model: Path, tmp_path: Path) -> Versions:
-    return Versions(model, tmp_path)
 
 
 def test_a_server_serves_nobody_before_it_was_given_a_published_version(

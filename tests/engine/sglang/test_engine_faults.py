@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -27,25 +27,8 @@ from tests.engine.sglang.engine_support import (
     run,
     some_tokens,
 )
-from tests.support.sglang import make_model
 from tests.support.sglang_double import Double
 from tests.support.sglang_versions import Versions
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model") / "model-0", 0)
-
-
-@pytest.fixture
-def double(model: Path) -> Iterator[Double]:
-    with Double(model, step_s=0.002) as double:
-        yield double
-
-
-@pytest.fixture
-def versions(model: Path, tmp_path: Path) -> Versions:
-    return Versions(model, tmp_path)
 
 
 class Process:
