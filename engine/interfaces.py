@@ -121,7 +121,10 @@ class TrainSample(NamedTuple):
     uid: str
     payload: Payload
     loss_mask: NDArray[np.bool_]  # [L]: payload.loss_mask less what staleness masks
-    advantage: float
+    advantage: float  # of every token, as the estimator gives it from rewards alone
+    group: int = 0  # place of its group in the batch
+    reward: float = 0.0
+    ages: NDArray[np.int32] | None = None  # [L] staleness of each token, in versions; None: all 0
 
 
 class TrainBatch(NamedTuple):

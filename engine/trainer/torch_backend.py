@@ -1,9 +1,6 @@
 """The trainer of a Hugging Face causal language model on one device.
 
-    step(batch)   flatten ─► [proximal log-probs] ─► for each minibatch:
-                                                       micro-batches: log-probs ─► loss / N ─► backward
-                                                       loss and gradient finite? ─► clip ─► AdamW
-                  anything not finite ─► every bit as before the step, and BadStep
+    TorchBackend.step:  batch ─► plan ─► stepper ─► TorchPolicy (this model, its AdamW) ─► measures
 
 Deterministic: no dropout (the model stays in evaluation mode), a fixed order of samples, torch's deterministic
 kernels, so the same state and batch give the same bits on the same machine with the same number of threads.
@@ -14,14 +11,13 @@ Weights are held in float32 whatever the model computes in: in bfloat16 a small 
 from __future__ import annotations
 
 import json
-import math
 import os
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +26,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from consumers.telemetry import SUMS, summarize, trajectory_sums
-from engine.algorithms.logprobs import FlatBatch, MicroBatch, flatten, micro_batches, token_logprobs
-from engine.algorithms.losses import LOSSES, LossSettings, TokenInputs
+from engine.algorithms.logprobs import FlatBatch, MicroBatch, micro_batches, token_logprobs
 from engine.interfaces import BadStep, CheckpointError, TrainBatch
+from engine.trainer.plan import plan_step
+from engine.trainer.policy import Alone, MicroLoss
+from engine.trainer.stepper import Measured, Stepper
 from engine.trainer.torch_settings import TorchSettings, learning_rate
 from engine.trainer.torch_state import (
     environment,
@@ -53,6 +51,66 @@ MODEL_FILE, OPTIMIZER_FILE, STATE_FILE = "model.safetensors", "optimizer.safeten
 RNG_FILE = "rng.safetensors"
 
 
+class TorchPolicy:
+    """The model and its AdamW: what a step asks of them (engine/trainer/policy.py)."""
+
+    def __init__(self, model: Any, settings: TorchSettings) -> None:
+        self.settings, self.model = settings, model
+        self.device = torch.device(settings.device)
+        self.parameters = dict(model.named_parameters())  # a tied one under its first name
+        self.optimizer = make_optimizer(self.parameters.values(), settings)
+
+    def micro_batches(self, flat: FlatBatch, rows: NDArray[np.int64]) -> list[MicroBatch]:
+        return list(micro_batches(flat, rows, self.settings.micro_batch_tokens, self.device))
+
+    def backward(self, micros: Sequence[MicroBatch], loss: MicroLoss) -> None:
+        for micro in micros:
+            with self._autocast():
+                now = token_logprobs(
+                    self.model,
+                    micro,
+                    temperature=self.settings.temperature,
+                    with_entropy_gradient=self.settings.entropy_coef > 0,
+                )
+            loss(micro, now).backward()
+
+    @torch.no_grad()
+    def score(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
+        for micro in micros:
+            with self._autocast():
+                now = token_logprobs(self.model, micro, temperature=self.settings.temperature).logprobs
+            yield micro, now
+
+    def clip_gradient(self, limit: float) -> float:
+        return float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit))
+
+    def apply(self, rate: float) -> None:
+        self.optimizer.param_groups[0]["lr"] = rate
+        self.optimizer.step()
+
+    def forget_gradient(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def copy_state(self) -> Callable[[], None]:
+        copies = [tensor.detach().clone() for tensor in self._state()]
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for tensor, before in zip(self._state(), copies, strict=True):
+                tensor.copy_(before)
+
+        return put_back
+
+    def _state(self) -> list[Tensor]:
+        return [*self.parameters.values(), *moments_of(self.optimizer).values()]
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self.settings.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self.device.type, getattr(torch, self.settings.dtype))
+
+
 class TorchBackend:
     """One model and its AdamW. `step` until done; `snapshot` and `load` between steps, on the same thread.
 
@@ -67,29 +125,19 @@ class TorchBackend:
         self.settings = settings
         self.device = torch.device(settings.device)
         set_up_torch(settings)
-        self.model = _load_model(model_folder, settings).to(self.device)
-        self._parameters = dict(self.model.named_parameters())  # a tied one under its first name
-        self._optimizer = make_optimizer(self._parameters.values(), settings)
-        self._vocab_size = self.model.get_input_embeddings().num_embeddings
-        self._max_length = self.model.config.get_text_config().max_position_embeddings or 1 << 31
-        self._loss = LOSSES[settings.loss_function]
-        self._loss_settings = LossSettings(
-            eps_clip=settings.eps_clip,
-            eps_clip_high=settings.eps_clip_high,
-            tis_clip=settings.tis_clip,
-            tis_mode=settings.tis_mode,
-        )
-        self.optimizer_steps = 0
+        self.model = load_model(model_folder, settings).to(self.device)
+        self.policy = TorchPolicy(self.model, settings)
+        self._stepper = Stepper(self.policy, Alone(), settings, partial(learning_rate, settings))
+        self._limits = Limits.of(self.model)
         self.trajectory_sums: NDArray[np.float64] = np.zeros((0, len(SUMS)))
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self._stepper.optimizer_steps
 
     # ---------------------------------------------------------------- training
     def refuses(self, payload: Payload) -> str:
-        """What the model has no row for: on an accelerator that would end the process, not the step."""
-        length = len(payload.prompt_ids) + len(payload.response_ids)
-        if length > self._max_length:
-            return f"{length} tokens, the model takes {self._max_length}"
-        top = max(int(payload.prompt_ids.max()), int(payload.response_ids.max()))
-        return f"token {top}, the model has {self._vocab_size}" if top >= self._vocab_size else ""
+        return self._limits.refuses(payload)
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
         """One training step. Metrics are over all trained tokens; of several minibatches, `grad_norm` is the largest.
@@ -98,136 +146,11 @@ class TorchBackend:
         against weights that earlier ones have moved. Raises BadStep.
         """
         started = time.perf_counter()
-        flat = flatten(batch.samples)
-        if not len(flat.targets):
-            raise BadStep("no_trainable_tokens", f"{len(batch.samples)} samples, all masked")
-        self._check(flat, batch)
-        parts = minibatches(flat, self.settings.num_steps_per_rollout, batch.seed)
-        saved = self._copy_state() if len(parts) > 1 else None  # one part changes nothing before it is judged
-        try:
-            proximal = self._proximal(flat) if self.settings.needs_proximal and len(parts) > 1 else None
-            results = [self._minibatch(flat, part, proximal) for part in parts]
-        except BaseException:
-            if saved is not None:
-                self._put_back(saved)
-            raise
-        finally:
-            self._forget_gradient()
-        return self._metrics(flat, results) | {"seconds": time.perf_counter() - started}
-
-    def _check(self, flat: FlatBatch, batch: TrainBatch) -> None:
-        """Refuse what the model has no row for: on an accelerator that would end the process, not the step."""
-        lengths = np.diff(flat.row_starts)
-        top, longest = flat.ids.max(), lengths.max()
-        if top >= self._vocab_size:
-            row = int(np.searchsorted(flat.row_starts, flat.ids.argmax(), side="right")) - 1
-            raise BadStep(
-                "bad_token_id", f"{batch.samples[row].uid}: token {top}, the model has {self._vocab_size}"
-            )
-        if longest > self._max_length:
-            uid = batch.samples[int(lengths.argmax())].uid
-            raise BadStep("too_long", f"{uid}: {longest} tokens, the model takes {self._max_length}")
-
-    def _minibatch(self, flat: FlatBatch, chosen: NDArray[np.int64], proximal: Tensor | None) -> _Result:
-        """Gradient of the token mean over all chosen samples, then one optimizer step. Raises BadStep."""
-        n_tokens = int((flat.token_starts[chosen + 1] - flat.token_starts[chosen]).sum())
-        seen = [
-            self._backward(flat, micro, proximal, n_tokens) for micro in self._micro_batches(flat, chosen)
-        ]
-        loss = float(torch.stack([each.loss for each in seen]).sum())
-        if not math.isfinite(loss):
-            raise BadStep("nonfinite_loss", f"loss {loss} over {n_tokens} tokens")
-        limit = self.settings.clip_grad or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), limit))
-        if not math.isfinite(norm):
-            raise BadStep("nonfinite_gradient", f"gradient norm {norm} over {n_tokens} tokens")
-        self.optimizer_steps += 1
-        rate = learning_rate(self.settings, self.optimizer_steps)
-        self._optimizer.param_groups[0]["lr"] = rate
-        self._optimizer.step()
-        self._forget_gradient()
-        return _Result(seen, loss, norm, rate, n_tokens)
-
-    def _backward(self, flat: FlatBatch, micro: MicroBatch, proximal: Tensor | None, n_tokens: int) -> _Seen:
-        """Add one micro-batch's share of the gradient."""
-        with self._autocast():
-            logprobs, entropy = token_logprobs(
-                self.model,
-                micro,
-                temperature=self.settings.temperature,
-                with_entropy_gradient=self.settings.entropy_coef > 0,
-            )
-        now = logprobs.detach()
-        inputs = TokenInputs(
-            logprobs,
-            behaviour=self._of(flat.behaviour, micro),
-            # with one minibatch the step begins with these very weights
-            proximal=now if proximal is None else proximal[torch.from_numpy(micro.tokens).to(self.device)],
-            advantages=self._of(flat.advantages, micro),
-        )
-        per_token, is_clipped = self._loss(inputs, self._loss_settings)
-        if self.settings.entropy_coef > 0:
-            per_token = per_token - self.settings.entropy_coef * entropy
-        loss = per_token.sum() / n_tokens
-        loss.backward()
-        return _Seen(micro.tokens, now, loss.detach(), is_clipped, entropy.detach().sum(), micro.ids.numel())
-
-    def _forget_gradient(self) -> None:
-        for parameter in self._parameters.values():
-            parameter.grad = None
-
-    @torch.no_grad()
-    def _proximal(self, flat: FlatBatch) -> Tensor:
-        """Log-probs [N] of the policy as it is now."""
-        result = torch.empty(len(flat.targets), device=self.device)
-        for micro in self._micro_batches(flat, np.arange(len(flat.fed))):
-            with self._autocast():
-                now = token_logprobs(self.model, micro, temperature=self.settings.temperature).logprobs
-            result[torch.from_numpy(micro.tokens).to(self.device)] = now
-        return result
-
-    def _micro_batches(self, flat: FlatBatch, chosen: NDArray[np.int64]) -> Iterator[MicroBatch]:
-        return micro_batches(flat, chosen, self.settings.micro_batch_tokens, self.device)
-
-    def _of(self, values: NDArray[np.float32], micro: MicroBatch) -> Tensor:
-        return torch.from_numpy(values[micro.tokens]).to(self.device)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.settings.dtype == "float32":
-            return nullcontext()
-        return torch.autocast(self.device.type, getattr(torch, self.settings.dtype))
-
-    def _metrics(self, flat: FlatBatch, results: Sequence[_Result]) -> dict[str, float]:
-        seen = [each for result in results for each in result.seen]
-        logprobs = np.empty(len(flat.targets), np.float32)
-        is_clipped = np.zeros(len(flat.targets), bool)
-        for each in seen:
-            logprobs[each.tokens] = each.logprobs.cpu().numpy()
-            is_clipped[each.tokens] = each.is_clipped.cpu().numpy()
-        log_ratios = logprobs.astype(np.float64) - flat.behaviour
-        self.trajectory_sums = trajectory_sums(log_ratios, flat.sample, len(flat.fed), is_clipped)
-        n_tokens = sum(result.n_tokens for result in results)
-        return {
-            "loss": sum(result.loss * result.n_tokens for result in results) / n_tokens,
-            "grad_norm": max(result.grad_norm for result in results),
-            "lr": results[-1].lr,
-            "entropy": sum(float(each.entropy) for each in seen) / n_tokens,
-            "n_tokens": float(n_tokens),
-            "n_padded_tokens": float(sum(each.n_padded for each in seen)),
-            **summarize(self.trajectory_sums),
-        }
-
-    # ---------------------------------------------------------------- putting back
-    def _copy_state(self) -> _Saved:
-        tensors = [*self._parameters.values(), *moments_of(self._optimizer).values()]
-        return _Saved([tensor.detach().clone() for tensor in tensors], self.optimizer_steps)
-
-    @torch.no_grad()
-    def _put_back(self, saved: _Saved) -> None:
-        tensors = [*self._parameters.values(), *moments_of(self._optimizer).values()]
-        for tensor, before in zip(tensors, saved.tensors, strict=True):
-            tensor.copy_(before)
-        self.optimizer_steps = saved.optimizer_steps
+        plan = plan_step(batch, self.settings.num_steps_per_rollout)
+        self._limits.check(batch)
+        measured = self._stepper.take(plan)
+        self.trajectory_sums = sums_of(plan.flat, measured)
+        return metrics_of(measured, self.trajectory_sums) | {"seconds": time.perf_counter() - started}
 
     # ---------------------------------------------------------------- weights and state
     def weights(self) -> dict[str, Tensor]:
@@ -255,7 +178,7 @@ class TorchBackend:
         """
         parts = {
             MODEL_FILE: snapshot(self.model.state_dict()),
-            OPTIMIZER_FILE: snapshot(moments_of(self._optimizer, self._parameters)),
+            OPTIMIZER_FILE: snapshot(moments_of(self.policy.optimizer, self.policy.parameters)),
             RNG_FILE: snapshot(rng_state(self.device)),
         }
         state = {"optimizer_steps": self.optimizer_steps, "made_with": environment(self.device)}
@@ -275,7 +198,7 @@ class TorchBackend:
         Raises CheckpointError naming the part that is missing or does not fit.
         """
         weights = read_tensors(folder / MODEL_FILE, self.model.state_dict())
-        own = moments_of(self._optimizer, self._parameters)
+        own = moments_of(self.policy.optimizer, self.policy.parameters)
         if fresh_optimizer:
             moments, state, rng = {name: torch.zeros_like(held) for name, held in own.items()}, {}, None
         else:
@@ -291,23 +214,53 @@ class TorchBackend:
                     tensor.copy_(read[name])
         if rng is not None:
             set_rng_state(rng, self.device)
-        self.optimizer_steps = steps
+        self._stepper.optimizer_steps = steps
         warn_of_other_machine(state.get("made_with", {}), environment(self.device))
 
 
-def minibatches(flat: FlatBatch, count: int, seed: int) -> list[NDArray[np.int64]]:
-    """Samples of each optimizer step, sizes equal to within one; those without a trained token are left out.
+class Limits:
+    """What a model has a row for: on an accelerator, anything else would end the process, not the step."""
 
-    One minibatch keeps the order of the batch. Several are dealt in the order of random numbers drawn from `seed`:
-    `Random.random` is the one source whose sequence Python promises not to change.
-    """
-    order = np.arange(len(flat.fed))
-    if count > 1:
-        draw = random.Random(seed)
-        keys = [draw.random() for _ in order]
-        order = np.argsort(np.array(keys), kind="stable")
-    parts = [np.sort(part) for part in np.array_split(order, count)]
-    return [part for part in parts if flat.fed[part].any()]
+    def __init__(self, vocab_size: int, max_length: int) -> None:
+        self.vocab_size, self.max_length = vocab_size, max_length
+
+    @classmethod
+    def of(cls, model: Any) -> Limits:
+        positions = model.config.get_text_config().max_position_embeddings or 1 << 31
+        return cls(model.get_input_embeddings().num_embeddings, positions)
+
+    def refuses(self, payload: Payload) -> str:
+        """Why a sample can never be trained on; "" if it can."""
+        length = len(payload.prompt_ids) + len(payload.response_ids)
+        if length > self.max_length:
+            return f"{length} tokens, the model takes {self.max_length}"
+        top = max(int(payload.prompt_ids.max(initial=0)), int(payload.response_ids.max(initial=0)))
+        return f"token {top}, the model has {self.vocab_size}" if top >= self.vocab_size else ""
+
+    def check(self, batch: TrainBatch) -> None:
+        """Raises BadStep naming the sample."""
+        for sample in batch.samples:
+            if refusal := self.refuses(sample.payload):
+                reason = "bad_token_id" if refusal.startswith("token") else "too_long"
+                raise BadStep(reason, f"{sample.uid}: {refusal}")
+
+
+def sums_of(flat: FlatBatch, measured: Measured) -> NDArray[np.float64]:
+    """The step's sums of each trajectory, [S, 10]."""
+    log_ratios = measured.logprobs.astype(np.float64) - flat.behaviour
+    return trajectory_sums(log_ratios, flat.sample, len(flat.fed), measured.is_clipped)
+
+
+def metrics_of(measured: Measured, sums: NDArray[np.float64]) -> dict[str, float]:
+    return {
+        "loss": measured.loss,
+        "grad_norm": measured.grad_norm,
+        "lr": measured.lr,
+        "entropy": measured.entropy,
+        "n_tokens": float(measured.n_tokens),
+        "n_padded_tokens": float(measured.n_padded_tokens),
+        **summarize(sums),
+    }
 
 
 def set_up_torch(settings: TorchSettings) -> None:
@@ -322,33 +275,7 @@ def set_up_torch(settings: TorchSettings) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Seen(NamedTuple):
-    """What is kept of one micro-batch of n trained tokens; tensors stay on the device until the step is over."""
-
-    tokens: NDArray[np.int64]  # [n] places in the FlatBatch
-    logprobs: Tensor  # [n]
-    loss: Tensor  # this micro-batch's share
-    is_clipped: Tensor  # bool [n]
-    entropy: Tensor  # sum
-    n_padded: int
-
-
-class _Result(NamedTuple):
-    """One minibatch."""
-
-    seen: list[_Seen]
-    loss: float
-    grad_norm: float  # before clipping
-    lr: float
-    n_tokens: int
-
-
-class _Saved(NamedTuple):
-    tensors: list[Tensor]
-    optimizer_steps: int
-
-
-def _load_model(folder: Path, settings: TorchSettings) -> Any:
+def load_model(folder: Path, settings: TorchSettings) -> Any:
     """The model in float32, in evaluation mode (no dropout), every weight trained.
 
     Raises ConfigError for a folder that does not hold all of the weights: Hugging Face would draw them at random.

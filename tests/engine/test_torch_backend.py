@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from engine.algorithms.logprobs import flatten
 from engine.algorithms.losses import LOSSES, LossSettings, TokenInputs
 from engine.interfaces import BadStep, CheckpointError, TrainBatch, TrainerBackend
-from engine.trainer.torch_backend import TorchBackend, minibatches
+from engine.trainer.plan import minibatches
+from engine.trainer.torch_backend import TorchBackend
 from engine.trainer.torch_settings import TorchSettings, learning_rate
 from engine.weights.store import digest, snapshot
 from streams.errors import ConfigError
@@ -307,7 +308,7 @@ def test_any_other_failure_in_the_middle_of_a_step_puts_the_state_back_too(
 ):
     backend = make(folder, num_steps_per_rollout=2)
     state = every_bit(backend, tmp_path / "before")
-    take, calls = backend._minibatch, []
+    take, calls = backend._stepper._minibatch, []
 
     def fails_at_the_second(*arguments: Any) -> Any:
         calls.append(1)
@@ -315,7 +316,7 @@ def test_any_other_failure_in_the_middle_of_a_step_puts_the_state_back_too(
             raise MemoryError("no memory")
         return take(*arguments)
 
-    monkeypatch.setattr(backend, "_minibatch", fails_at_the_second)
+    monkeypatch.setattr(backend._stepper, "_minibatch", fails_at_the_second)
     with pytest.raises(MemoryError):
         backend.step(batch_of(12))
     assert every_bit(backend, tmp_path / "after") == state
