@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -36,8 +36,8 @@ from engine.rollout.sglang.server import Server
 
 NEEDING = {"sglang", "sglang_server"}
 ROOT = Path(__file__).parents[2]
-START = timedelta(seconds=300)
-TIMEOUT_S = 420  # of a test that may have to wait for the start
+START = timedelta(seconds=900)
+TIMEOUT_S = 1200  # of a test that may have to wait for the start
 VOCAB, CONTEXT, EOS = 512, 1024, 2
 
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD, _LAYERS, _INNER = 64, 4, 2, 16, 2, 128
@@ -87,8 +87,8 @@ def prepare_for(items: list[pytest.Item]) -> None:
     for item in needing:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))
-    if needing and why_not() is None:
-        _shared()
+    if needing and why_not() is None and "PYTEST_XDIST_WORKER" not in os.environ:
+        _shared()  # (each worker collects every test; the one that runs these starts it when it comes to the first)
 
 
 def _asked(item: pytest.Item) -> set[str]:
@@ -125,7 +125,7 @@ def _shared() -> _Shared:
     return _Shared()
 
 
-def start_server(model: Path, log_file: Path, *, port: int = 0) -> Server:
+def start_server(model: Path, log_file: Path, *, port: int = 0, args: Sequence[str] = ()) -> Server:
     """A real server on this machine's CPU; it ends with this process at the latest."""
     return Server(
         model,
@@ -133,7 +133,7 @@ def start_server(model: Path, log_file: Path, *, port: int = 0) -> Server:
         log_file=log_file,
         device="cpu",
         port=port,
-        args=("--enable-metrics",),
+        args=("--enable-metrics", *args),
         threads=1,
     )
 

@@ -17,7 +17,8 @@ What it does that people trip over, each seen on the real server or read in its 
 - without a session, updates from tensors and groups are a 400; a session that is open stays open after a failure
 - a flush that is refused is a 400 although the weights have changed: then /model_info tells the old label
 - after "in_place" the first token is still of the old weights, and carries the new label
-- joining a group whose master does not listen blocks everything but the HTTP part, for ever
+- joining a group whose master does not listen blocks everything but the HTTP part, for ever; a broadcast that does
+  not come blocks it too, until the other side closes the group
 
 Tokens are made one a `step_s` for every running request, from a table (`expected`), so that a test knows them.
 Its state may be read and its switches set from the test's thread at any time.
@@ -29,6 +30,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import math
 import threading
 import time
 import uuid
@@ -40,7 +42,9 @@ from typing import Any, Literal, NamedTuple
 
 from aiohttp import web
 
+from engine.rollout.receiving import on_a_thread
 from engine.rollout.sglang.api import SamplingParams
+from tests.support.sglang_rank import Rank
 
 FaultKind = Literal["hang", "drop", "status", "change", "partial"]
 _OTHER_KEYS = """
@@ -49,6 +53,8 @@ _OTHER_KEYS = """
 """
 SAMPLING_KEYS = {*SamplingParams.__struct_fields__, *_OTHER_KEYS.split()}
 TOLD_EVERY = 50  # tokens of a request that does not stream, from the scheduler to the HTTP part
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SMALL = {"layer.0.weight": ("F32", (2, 3)), "layer.1.weight": ("F32", (3,)), "head.weight": ("F32", (2,))}
 
 
@@ -105,13 +111,13 @@ def logprob(token_id: int) -> float:
     return -(1 + token_id % 16) / 8
 
 
-def tensor_digests(path: Path) -> dict[str, str]:
-    """SHA-256 of each tensor's bytes in a safetensors file."""
+def tensor_bytes(path: Path) -> dict[str, bytes]:
+    """Of each tensor in a safetensors file."""
     data = path.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = {name: at for name, at in json.loads(data[8 : 8 + size]).items() if name != "__metadata__"}
     spans = {name: at["data_offsets"] for name, at in header.items()}
-    return {name: _sha(data[8 + size + begin : 8 + size + end]) for name, (begin, end) in spans.items()}
+    return {name: data[8 + size + begin : 8 + size + end] for name, (begin, end) in spans.items()}
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -123,8 +129,8 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 class Double:
     """`model`: a folder with config.json and model.safetensors; without one, three small tensors and `vocab_size`.
 
-    `on_air`: the bytes of tensors that the trainer broadcasts, by name; what is not in it arrives as something else
-    every time. `requests`: (path, body) of every call, in order.
+    `groups`: by name; None: one that never met, in which every tensor arrives as something else every time.
+    `requests`: (path, body) of every call, in order. `info`: more of /server_info.
     """
 
     def __init__(
@@ -154,18 +160,17 @@ class Double:
         self.label = self.shown_label = "default"
         self.paused: str | None = None
         self.session_is_open = False
-        self.groups: set[str] = set()
+        self.groups: dict[str, list[Rank] | None] = {}
+        self.group_timeout_s = 60.0  # of a rank; the real one waits for half an hour
+        self.info: dict[str, Any] = {"device": "cpu", "dtype": "float32", "quantization": None, "pp_size": 1}
         self.is_blocked = self.has_crashed = False
         self.table: dict[tuple[int, ...], list[int]] = {}
-        self.on_air: dict[str, bytes] = {}
         self.requests: list[tuple[str, Any]] = []
         self.live: dict[str, Request] = {}
         self.finished: list[Request] = []
         self.shapes = tensor_shapes(model / "model.safetensors") if model else dict(SMALL)
         self.contents = (
-            tensor_digests(model / "model.safetensors")
-            if model
-            else {name: _sha(name.encode()) for name in SMALL}
+            tensor_bytes(model / "model.safetensors") if model else {name: name.encode() for name in SMALL}
         )
         self._before = "default"  # the label of the weights before these
         self._faults: list[Fault] = []
@@ -211,7 +216,19 @@ class Double:
 
     @property
     def checksum(self) -> str:
-        return _sha("".join(f"{name}:{self.contents[name]};" for name in sorted(self.contents)).encode())
+        hashes = self.parameters
+        return _sha("".join(f"{name}:{hashes[name]};" for name in sorted(hashes)).encode())
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """Hash of each parameter as the model of the server has them, some of several tensors."""
+        found = {name: value for name, value in self.contents.items() if not _is_part(name)}
+        for name in self.contents:
+            for whole, parts in FUSED.items():
+                if f".{parts[0]}." in name:
+                    of = [self.contents[name.replace(parts[0], part)] for part in parts]
+                    found[name.replace(parts[0], whole)] = b"".join(of)
+        return {name: _sha(value)[:16] for name, value in found.items()}
 
     # -- its thread
     def _run(self) -> None:
@@ -525,12 +542,14 @@ class Double:
 
     # -- weights
     async def _begin(self, call: Call) -> web.StreamResponse:
+        await self._unblocked.wait()
         if self.session_is_open:
             return _done(False, "a weight-update session is already open; call end_weight_update() first")
         self.session_is_open = True
         return _done(True, "Success")
 
     async def _end(self, call: Call) -> web.StreamResponse:
+        await self._unblocked.wait()
         if not self.session_is_open:
             return _done(False, "no weight-update session is open; call begin_weight_update() first")
         self.session_is_open = False
@@ -538,8 +557,8 @@ class Double:
 
     async def _init_group(self, call: Call) -> web.StreamResponse:
         body = call.body
-        self.is_blocked = True
-        self._unblocked.clear()
+        await self._unblocked.wait()
+        self._block(True)
         while True:  # as the real one: there is no deadline
             try:
                 _, writer = await asyncio.open_connection(body["master_address"], body["master_port"])
@@ -547,17 +566,39 @@ class Double:
             except OSError:
                 await asyncio.sleep(0.02)
         writer.close()
-        self.is_blocked = False
-        self._unblocked.set()
-        self.groups.add(body.get("group_name", "weight_update_group"))
+        try:
+            ranks = [
+                on_a_thread(self._rank, body, body["rank_offset"] + each) for each in range(self.tp_size)
+            ]
+            self.groups[body["group_name"]] = list(await asyncio.gather(*ranks))
+        except Exception as error:
+            return _done(False, f"Failed to initialize custom process group: {error}.")
+        finally:
+            self._block(False)
         return _done(True, "Succeeded to initialize custom process group.")
 
+    def _rank(self, body: Any, rank: int) -> Rank:
+        return Rank(
+            body["master_address"],
+            body["master_port"],
+            rank,
+            body["world_size"],
+            body["group_name"],
+            self.group_timeout_s,
+        )
+
+    def _block(self, is_blocked: bool) -> None:
+        """The scheduler is in a call that nothing interrupts."""
+        self.is_blocked = is_blocked
+        (self._unblocked.clear if is_blocked else self._unblocked.set)()
+
     async def _destroy_group(self, call: Call) -> web.StreamResponse:
-        body = call.body
-        name = body.get("group_name", "weight_update_group")
+        await self._unblocked.wait()
+        name = call.body.get("group_name", "weight_update_group")
         if name not in self.groups:
             return _done(False, "The group to be destroyed does not exist.")
-        self.groups.discard(name)
+        for rank in self.groups.pop(name) or ():
+            rank.close()
         return _done(True, "Succeeded to destroy custom process group.")
 
     async def _from_disk(self, call: Call) -> web.StreamResponse:
@@ -566,9 +607,7 @@ class Double:
             file = Path(body["model_path"]) / "model.safetensors"
             if not file.is_file():
                 return _done(False, f"Failed to get weights iterator: {file.parent} has no weights")
-            self.contents = {
-                name: digest for name, digest in tensor_digests(file).items() if name in self.contents
-            }
+            self.contents = {name: data for name, data in tensor_bytes(file).items() if name in self.contents}
             self.model_path = body["model_path"]
             return self._loaded(body)
 
@@ -578,19 +617,47 @@ class Double:
             return _done(
                 False, "update_weights_from_distributed must run between begin_weight_update() and end"
             )
-        if body.get("group_name", "weight_update_group") not in self.groups:
-            return _done(False, f"Failed to receive weights: no group {body.get('group_name')}")
+        group = body.get("group_name", "weight_update_group")
+        if group not in self.groups:
+            return _done(False, f"Failed to receive weights: no group {group}")
         async with self._as_writer():
-            return self._load(call, body["names"], body["shapes"])
+            try:
+                came = await self._received(body, self.groups[group] or ())
+            except Exception as error:
+                return _done(False, f"Failed to receive weights: {error}")
+            return self._load(call, body["names"], body["shapes"], came)
+
+    async def _received(self, body: Any, ranks: Sequence[Rank]) -> dict[str, bytes]:
+        """What rank 0 broadcasts. Nothing else is heard meanwhile."""
+        sizes = [
+            ITEM_BYTES[dtype] * math.prod(shape)
+            for dtype, shape in zip(body["dtypes"], body["shapes"], strict=True)
+        ]
+        if not ranks:
+            push = next(self._pushes)
+            return {name: f"{name} of push {push}".encode() for name in body["names"]}
+        self._block(True)
+        try:
+            whole, *_ = await asyncio.gather(*(on_a_thread(each.receive, sum(sizes)) for each in ranks))
+        finally:
+            self._block(False)
+        ends = list(itertools.accumulate(sizes))
+        return {
+            name: whole[end - size : end] for name, end, size in zip(body["names"], ends, sizes, strict=True)
+        }
 
     async def _from_tensor(self, call: Call) -> web.StreamResponse:
         if not self.session_is_open:
             return _done(False, "update_weights_from_tensor must run between begin_weight_update() and end")
         async with self._as_writer():
-            return self._load(call, list(self.contents), [shape for _, shape in self.shapes.values()])
+            push = next(self._pushes)
+            came = {name: f"{name} of push {push}".encode() for name in self.contents}
+            return self._load(call, list(came), [shape for _, shape in self.shapes.values()], came)
 
-    def _load(self, call: Call, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> web.StreamResponse:
-        push, is_half = next(self._pushes), call.fault is not None and call.fault.kind == "partial"
+    def _load(
+        self, call: Call, names: Sequence[str], shapes: Sequence[Sequence[int]], came: Mapping[str, bytes]
+    ) -> web.StreamResponse:
+        is_half = call.fault is not None and call.fault.kind == "partial"
         for at, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             if is_half and at >= (len(names) + 1) // 2:
                 return _done(False, "Failed to update parameter online: a fault on demand.")
@@ -598,7 +665,7 @@ class Double:
                 continue  # as the real one
             if tuple(shape) != self.shapes[name][1]:
                 return _done(False, f"Failed to update parameter online: the shape of {name} is {shape}.")
-            self.contents[name] = _sha(self.on_air.get(name, f"{name} of push {push}".encode()))
+            self.contents[name] = came[name]
         if is_half:
             return _done(False, "Failed to update parameter online: a fault on demand.")
         return self._loaded(call.body)
@@ -629,7 +696,7 @@ class Double:
 
     async def _check(self, call: Call) -> web.StreamResponse:
         await self._unblocked.wait()
-        ranks = [{"checksums": {name: digest[:16] for name, digest in self.contents.items()}}]
+        ranks = [{"checksums": self.parameters} for _ in range(self.tp_size)]
         return _json({"success": True, "message": "", "ranks": ranks, "per_engine_checksum": self.checksum})
 
     async def _nothing(self, call: Call) -> web.StreamResponse:
@@ -654,6 +721,7 @@ class Double:
             "incremental_streaming_output": self.is_incremental,
             "status": "ready",
             "weight_version": "default",
+            **self.info,
         }
         return _json(info)
 
@@ -721,6 +789,10 @@ def _done(success: bool, message: str) -> web.Response:
 
 def _refused(message: str) -> web.Response:
     return _json({"error": {"message": message}}, 400)
+
+
+def _is_part(name: str) -> bool:
+    return any(f".{part}." in name for parts in FUSED.values() for part in parts)
 
 
 def _sha(data: bytes) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -23,6 +23,11 @@ MemoryTag = Literal["weights", "kv_cache", "cuda_graph"]
 
 _ABORT_S = 2.0  # one abort call
 _PROBE_S = 5.0  # is it there, is it ready, is it a router
+
+
+class Checksums(NamedTuple):
+    whole: str
+    parameters: dict[str, str]  # name in the server's model → hash; {}: not told, or of several ranks
 
 
 class Control:
@@ -126,9 +131,9 @@ class Control:
         """Open the session that updates from tensors and groups need. Refused while another is open."""
         await self._update("/begin_weight_update", {}, None)
 
-    async def end_update(self) -> None:
+    async def end_update(self, *, deadline: timedelta | None = None) -> None:
         """Close it: after the last bucket, and after any failure. Refused when none is open."""
-        await self._update("/end_weight_update", {}, None)
+        await self._update("/end_weight_update", {}, deadline)
 
     async def update_from_disk(
         self, path: str, label: str, *, flush: bool, deadline: timedelta | None = None
@@ -209,8 +214,13 @@ class Control:
 
     async def checksum(self, *, deadline: timedelta | None = None) -> str:
         """Of the weights that the server holds; equal on servers with equal weights, layout and release."""
+        return (await self.checksums(deadline=deadline)).whole
+
+    async def checksums(self, *, deadline: timedelta | None = None) -> Checksums:
+        """The same, and of each parameter."""
         body = await self._update("/weights_checker", {"action": "checksum"}, deadline)
-        return _text_at(body, "per_engine_checksum", "weights_checker")
+        whole = _text_at(body, "per_engine_checksum", "weights_checker")
+        return Checksums(whole, _parameters(body))
 
     # -- memory
     async def release_memory(self, tags: Sequence[MemoryTag]) -> None:
@@ -242,7 +252,8 @@ class Control:
         if await self._has_workers():
             raise Unsupported(
                 f"{self.url} is a router, as it answers /workers: pauses and weights go to each worker itself, never "
-                f"through it"
+                f"through it. Give each rollout daemon the URL of a worker of its own (it has "
+                f"{', '.join(await self.workers() or ()) or 'none'})"
             )
 
     async def _has_workers(self) -> bool:
@@ -270,6 +281,15 @@ class Control:
         except SGLangError:
             return False
         return True
+
+
+def _parameters(body: bytes) -> dict[str, str]:
+    ranks = msgspec.json.decode(body).get("ranks")
+    try:
+        (rank,) = ranks
+        return {str(name): str(value) for name, value in rank["checksums"].items()}
+    except (TypeError, ValueError, LookupError, AttributeError):
+        return {}
 
 
 def _text_at(body: bytes, key: str, what: str) -> str:

@@ -1,7 +1,8 @@
 """The engine of a rollout daemon whose model runs in an SGLang server: one that it starts, or one that runs already.
 
     construct ─► server starts ─┐
-                                └► first update: ready? right kind? ─► verified ─► serving(v) ─ update ─► serving(w)
+                                └► first update: ready? right kind? ─► verified ─► serving(v) ─ update ──► serving(w)
+    transfer group ─ join ─► member ─────────────────────────────────────────────┘  ─ receive ─► serving(w)
     any ─► dead: its process ended, it answers no more, it holds other weights than it was given, or unknown ones
 
 A server serves nobody before it was given a published version: what it was started with may be anything. Once dead,
@@ -14,14 +15,22 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from engine.interfaces import Completion, EngineError, Sampling, WeightsId
-from engine.rollout.loading import ENGINE_CLOSED, FATAL, NO_WEIGHTS, DiskOnly, PauseMode, weights_id
+from engine.rollout.loading import (
+    ENGINE_CLOSED,
+    FATAL,
+    NO_WEIGHTS,
+    TRANSFER_FAILED,
+    Locate,
+    PauseMode,
+    weights_id,
+)
 from engine.rollout.sglang import guard
 from engine.rollout.sglang.api import Generated
 from engine.rollout.sglang.client import SGLangClient, new_rid
@@ -35,11 +44,15 @@ from engine.rollout.sglang.errors import (
     Unreachable,
 )
 from engine.rollout.sglang.folders import VersionFolders, vocab_size
+from engine.rollout.sglang.fused import Proof
+from engine.rollout.sglang.groups import SPARE_S, Groups
 from engine.rollout.sglang.server import Server
 from engine.rollout.sglang.spans import label
 from engine.rollout.sglang.updates import Held, Updates
+from engine.weights import collective
+from engine.weights.tensors import WeightsError
 from streams.errors import ConfigError
-from streams.events import WeightsPublished
+from streams.events import TransferGroupFormed, WeightsPublished
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +61,24 @@ _SILENCE_S = 60.0  # without an answer it is dead
 _GONE_S = 5.0  # after a broken connection: for the process to end, or the server to answer again
 _ABORT_AGAIN_S, _ABORT_S = 0.2, 5.0  # an abort that comes before its request has no effect
 _CLOSE_S = 3.0
+_LEFT_S = 4.0  # after a group was left in the middle of a broadcast: for the server to notice, and to go back
 _ENDED = "the server's process has ended"
 
 
-class SGLangEngine(DiskOnly):
+class SGLangEngine:
     """Serves the model of a local Hugging Face folder by one server.
 
-        engine = SGLangEngine(model, server=Server(model, …), url="", folder=run_dir / "weights/served/rollout-0")
+        engine = SGLangEngine(
+            model, server=Server(model, …), folder=run_dir / "weights/served/rollout-0", locate=on_disk(run_dir)
+        )
         await engine.update(published, path)        # waits until the server is ready
         done = await engine.generate(ids, sampling, request_id="0-7/3/0")
 
     `server`: this engine's own, ended with it; None: that of `url`, which must see `folder` by the same path, hold the
-    same model, and take weights from nobody else. `start_timeout`: for the server to be ready; `request_timeout`: for
-    a control call, a load of weights included; `generate_timeout`: a bound on one request, for a caller that has none.
+    same model, and take weights from nobody else. `locate`: finds the files of versions that come by broadcast.
+    `n_ranks`: of the server, as far as it is known before it is ready. `start_timeout`: for the server to be ready;
+    `request_timeout`: for a control call, a load of weights included; `generate_timeout`: a bound on one request, for
+    a caller that has none.
     """
 
     def __init__(
@@ -72,6 +90,8 @@ class SGLangEngine(DiskOnly):
         folder: Path,
         name: str = "sglang-0",
         device: str = "cpu",
+        n_ranks: int = 1,
+        locate: Locate,
         pause_mode: PauseMode = "retract",
         api_key: str | None = None,
         admin_key: str | None = None,
@@ -79,7 +99,8 @@ class SGLangEngine(DiskOnly):
         request_timeout: timedelta = timedelta(seconds=120),
         generate_timeout: timedelta = timedelta(seconds=1200),
     ) -> None:
-        self.name, self.model, self.device = name, model, device
+        self.name, self.model, self.device = name, model, device.partition(":")[0]
+        self.n_ranks = n_ranks  # what the server says, once it is ready
         self.pause_mode: PauseMode = pause_mode
         self._server = server
         self._client = SGLangClient(
@@ -90,7 +111,9 @@ class SGLangEngine(DiskOnly):
             control_timeout=request_timeout,
         )
         self._folders = VersionFolders(model, folder)
+        self._locate = locate
         self._updates = Updates(self._client, self._folders, mode=pause_mode, deadline=request_timeout)
+        self._groups = Groups(self._client, self._updates.lock, self._die)
         self._ready_by = time.monotonic() + start_timeout.total_seconds()
         self._generate_timeout = generate_timeout
         self._max_length: int | None = None
@@ -162,24 +185,57 @@ class SGLangEngine(DiskOnly):
         One that its caller gives up goes on to its end, which has deadlines of its own: a server is never left paused.
         Nobody is served then until the caller has asked again, and so knows what is held.
         """
-        self._check_alive()
-        if self._update is not None and not self._update.done():
-            await asyncio.wait({self._update})
-            self._check_alive()
-        is_unclaimed, self._is_unclaimed = self._is_unclaimed, False
-        held = self._updates.held
-        if is_unclaimed and held is not None and held.id == weights_id(published):
+        if await self._has_taken(published):
             return self._last_stall_s
         if not self._is_ready:
             await self._become_ready()
-        self._update = task = asyncio.ensure_future(self._take(published, path))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may be gone
+        task = self._begin_update(self._updates.take(published, path))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             self._is_unclaimed = True
             self._check_alive()
             raise
+
+    async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
+        self._check_alive()
+        await self._groups.join(formed, first_rank)
+
+    async def leave_group(self, group: str) -> None:
+        await self._groups.leave(group)
+
+    async def receive(self, published: WeightsPublished, group: str, bucket_bytes: int) -> float:
+        """As RolloutEngine.receive. One whose group is left goes on to its end, as an update that is given up: the
+        server waits in the broadcast until the trainer has closed it."""
+        if await self._has_taken(published):
+            raise EngineError(TRANSFER_FAILED, f"version {published.version} came before, and not by {group}")
+        formed, left = self._groups.joined(group)
+        try:
+            collective.check_layout(published.tensors)
+        except WeightsError as error:
+            raise EngineError(TRANSFER_FAILED, str(error)) from error
+        buckets = [
+            each for each in collective.plan(published.tensors, bucket_bytes) if collective.size_of(each)
+        ]
+        end = time.monotonic() + formed.deadline_s + SPARE_S
+        task = self._begin_update(
+            self._updates.receive(published, self._locate(published), buckets, group, end)
+        )
+        leaving = asyncio.ensure_future(left.wait())
+        try:
+            await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task}, timeout=_LEFT_S)
+            if task.done():
+                return task.result()
+            self._is_unclaimed = True
+            detail = f"version {published.version}: group {group} was left, and the server still waits for the trainer"
+            raise EngineError(TRANSFER_FAILED, detail)
+        except asyncio.CancelledError:
+            self._is_unclaimed = True
+            self._check_alive()
+            raise
+        finally:
+            leaving.cancel()
 
     async def abort(self, request_id: str) -> None:
         end = time.monotonic() + _ABORT_S
@@ -203,6 +259,7 @@ class SGLangEngine(DiskOnly):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_CLOSE_S)
+        await self._groups.close()
         await self._client.close()
         self._folders.keep_only(None)
 
@@ -229,13 +286,19 @@ class SGLangEngine(DiskOnly):
         return sampling._replace(max_tokens=min(sampling.max_tokens, room))
 
     def _check_versions(self, done: Generated) -> None:
-        """The guarantee that no token counts whose weights were not verified on this server."""
+        """The guarantee that no token counts whose weights were not verified on this server, and told of."""
+        held = self._updates.held if self._is_unclaimed else None  # which its caller may never ask for
+        untold = held.id[:2] if held is not None else None
         for epoch, version, _ in done.versions:
+            if (epoch, version) == untold:
+                detail = f"version {version} was taken by an update that was given up, and may be of no use"
+                raise EngineError(NO_WEIGHTS, detail)
             if not self._updates.has_held(epoch, version):
                 raise BadAnswer(
                     "unknown_version",
                     "meta_info.weight_versions",
-                    f"{label(epoch, version)!r} was never given to this server by this daemon; someone else updates it",
+                    f"{label(epoch, version)!r} was never given to this server by this daemon, or in an update "
+                    f"that was given up; else someone else updates it",
                 )
 
     def _began(self, request_id: str, rid: str, task: asyncio.Task[Generated]) -> None:
@@ -255,9 +318,29 @@ class SGLangEngine(DiskOnly):
         return tasks
 
     # -- weights
-    async def _take(self, published: WeightsPublished, path: Path) -> float:
+    async def _has_taken(self, published: WeightsPublished) -> bool:
+        """Whether an update that its caller gave up has brought this version; waits for one that is under way."""
+        self._check_alive()
+        if self._update is not None and not self._update.done():
+            await asyncio.wait({self._update})
+            self._check_alive()
+        is_unclaimed, self._is_unclaimed = self._is_unclaimed, False
+        held = self._updates.held
+        if not is_unclaimed or held is None:
+            return False
+        if held.id != weights_id(published):
+            self._updates.disown()
+            return False
+        return True
+
+    def _begin_update(self, work: Coroutine[Any, Any, float]) -> asyncio.Task[float]:
+        self._update = task = asyncio.ensure_future(self._take(work))
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may be gone
+        return task
+
+    async def _take(self, work: Coroutine[Any, Any, float]) -> float:
         try:
-            stall_s = await self._updates.take(published, path)
+            stall_s = await work
         except SGLangError as error:
             raise await self._explained(error) from error
         self._last_stall_s = stall_s
@@ -278,6 +361,8 @@ class SGLangEngine(DiskOnly):
             raise self._die(error if error.reason in FATAL else Died(str(error))) from error
         dtype = info.raw.get("dtype")
         self._updates.server_dtype = dtype if isinstance(dtype, str) else ""
+        self._updates.proof = Proof(info)
+        self.n_ranks = guard.group_ranks(info)
         self._max_length = info.context_length
         self._folders.keep_only(None)  # of a daemon that was killed
         self._is_ready = True

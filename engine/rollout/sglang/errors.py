@@ -79,6 +79,8 @@ class Died(SGLangError):
 class BadRequest(SGLangError):
     """What was asked for was not sent, since the server would break on it or answer something else."""
 
+    is_of_request = True
+
 
 class Unsupported(SGLangError):
     """An SGLang release, or an address, that cannot be driven from here."""

@@ -3,7 +3,8 @@
     served/rollout-0/
         e3-v16.4/   what the server holds; kept, so that a failed update can go back to it
         e3-v17.5/   config.json, tokenizer…: links to the model's own
-                    model.safetensors: a hard link of the published file, or made from its chain of deltas
+                    model.safetensors: a hard link of the published file, or made from its chain of deltas, or the
+                    model's own weights with the published adapter added
 
 A published file is linked first and verified then: what was verified is what the server reads, whatever retention
 does meanwhile. Names and shapes are compared with the model's own, since SGLang passes over a name that it does not
@@ -23,7 +24,7 @@ from typing import Any
 from engine.interfaces import EngineError
 from engine.rollout.loading import WEIGHTS_MISMATCH, WEIGHTS_UNREADABLE
 from engine.rollout.sglang.spans import label
-from engine.weights import chain
+from engine.weights import chain, lora
 from engine.weights import tensors as files
 from engine.weights.tensors import WeightsError
 from streams.errors import ConfigError
@@ -48,7 +49,7 @@ class VersionFolders:
 
     def __init__(self, model: Path, root: Path) -> None:
         self.model, self.root = model, root
-        self._own = _own_shapes(model)
+        self._own, self._base = _own_shapes(model), lora.Base(model)
         self._numbers = itertools.count()
 
     def make(self, published: WeightsPublished, path: Path) -> Path:
@@ -56,8 +57,8 @@ class VersionFolders:
 
         Raises EngineError("weights_unreadable" | "weights_mismatch"); then nothing is left behind.
         """
-        if published.kind not in ("full", "delta"):
-            detail = f"version {published.version} is of kind {published.kind!r}, neither full nor a delta"
+        if published.kind not in ("full", "delta", lora.KIND):
+            detail = f"version {published.version} is of the unknown kind {published.kind!r}"
             raise EngineError(WEIGHTS_UNREADABLE, detail)
         name = f"{label(published.epoch, published.version)}.{next(self._numbers)}"
         folder = self.root / name
@@ -98,6 +99,11 @@ class VersionFolders:
                     f"{path.name} has digest {found[:16]}, version {published.version} was published as "
                     f"{published.digest[:16]}",
                 )
+        elif published.kind == lora.KIND:
+            adapter = folder / "adapter"
+            chain.materialize_to_file(path, adapter, digest=published.digest)
+            self._base.write_merged(published, adapter, file)
+            adapter.unlink()
         else:
             chain.materialize_to_file(path, file, digest=published.digest)
         self._check_names(file, published)

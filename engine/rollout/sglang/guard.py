@@ -14,6 +14,8 @@ from engine.rollout.sglang.errors import Unsupported
 _OURS = ("--model-path", "--model", "--host", "--port")  # Server gives these
 _EXACT_IN_PLACE = ("--disable-overlap-schedule", "--disable-radix-cache")
 _DATA_PARALLEL = ("--dp-size", "--data-parallel-size", "--dp")
+_TENSOR_PARALLEL = ("--tp-size", "--tensor-parallel-size", "--tp")
+_PIPELINE = ("--pp-size", "--pipeline-parallel-size", "--pp")
 
 # Log-probs at temperature 1 instead of the one sampled at: training would correct for a policy that never acted.
 ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -44,6 +46,29 @@ def refused_args(args: Sequence[str]) -> str:
             "use rollout.replicas instead"
         )
     return ""
+
+
+def tensor_ranks(args: Sequence[str]) -> int:
+    """That a server with these arguments will have."""
+    given = _flags(args)
+    size = next((given[flag] for flag in _TENSOR_PARALLEL if flag in given), "")
+    return int(size) if size.isdecimal() and int(size) else 1
+
+
+def refused_group(args: Sequence[str]) -> str:
+    """Why a server with these arguments can be in no transfer group; "" if it can."""
+    given = _flags(args)
+    stages = next((flag for flag in _PIPELINE if given.get(flag, "1") not in ("", "1")), "")
+    return (
+        f"{stages} {given[stages]}: SGLang gives the stages of a pipeline one rank in a group"
+        if stages
+        else ""
+    )
+
+
+def group_ranks(info: ServerInfo) -> int:
+    """That a running server brings to a transfer group; 0: it can be in none."""
+    return info.tp_size if info.raw.get("pp_size", 1) in (1, None) else 0
 
 
 def refused_env(env: Mapping[str, str]) -> str:

@@ -8,8 +8,9 @@ from datetime import timedelta
 from pathlib import Path
 
 from engine.config import secret
+from engine.rollout.loading import on_disk
 from engine.rollout.sglang.engine import SGLangEngine
-from engine.rollout.sglang.guard import ORIGINAL_LOGPROB
+from engine.rollout.sglang.guard import ORIGINAL_LOGPROB, tensor_ranks
 from engine.rollout.sglang.server import Server
 from engine.settings import Config
 
@@ -33,6 +34,8 @@ def sglang_engine(config: Config, *, name: str, replica: int) -> SGLangEngine:
             folder=run_dir / "weights" / "served" / name,
             name=name,
             device=config.model.device,
+            n_ranks=1 if settings.url else tensor_ranks(settings.args),
+            locate=on_disk(run_dir),
             pause_mode=rollout.pause_generation_mode,
             api_key=keys["api_key"],
             admin_key=keys["admin_api_key"],

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.interfaces import Sampling
+from engine.rollout.loading import on_disk
 from engine.rollout.sglang.engine import SGLangEngine
 from tests.support.sglang_double import Double
 
@@ -20,7 +21,9 @@ DEADLINE_S = 20
 @asynccontextmanager
 async def engine_of(double: Double, folder: Path, **options: Any) -> AsyncIterator[SGLangEngine]:
     assert double.model is not None
-    engine = SGLangEngine(double.model, url=double.url, folder=folder / "served", **options)
+    engine = SGLangEngine(
+        double.model, url=double.url, folder=folder / "served", locate=on_disk(folder), **options
+    )
     try:
         yield engine
     finally:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.interfaces import EngineError, WeightsId
-from engine.rollout.loading import FATAL
+from engine.rollout.loading import FATAL, on_disk
 from engine.rollout.sglang import guard
 from engine.rollout.sglang.engine import SGLangEngine
 from engine.weights.store import DeltaPolicy
@@ -291,6 +291,37 @@ def test_a_version_whose_caller_gave_up_is_served_only_once_it_was_asked_for_aga
     run(double, tmp_path, scene)
 
 
+def test_tokens_of_a_version_that_nobody_was_told_of_do_not_count(
+    double: Double, versions: Versions, tmp_path: Path
+) -> None:
+    """Its caller gave up, and asks for a newer one: the running request has tokens of both and of the one between."""
+
+    async def scene(engine: SGLangEngine) -> None:
+        first, second, third = (versions.publish(version) for version in (1, 2, 3))
+        await engine.update(first.event, first.path)
+        task = generate(engine, LONG)
+        await some_tokens(double)
+        double._unblocked.clear()
+        update = asyncio.ensure_future(engine.update(second.event, second.path))
+        while double.paused is None:
+            await asyncio.sleep(0.001)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        double._loop.call_soon_threadsafe(double._unblocked.set)
+        while double.paused is not None:
+            await asyncio.sleep(0.001)
+        before = len(next(iter(double.live.values())).ids)
+        await some_tokens(double, before + 5)
+        await engine.update(third.event, third.path)
+        with pytest.raises(EngineError, match="'e1-v2' was never given to this server") as error:
+            await task
+        assert error.value.reason == "unknown_version"
+        assert (await generate(engine)).versions == [(1, 3, 8)]
+
+    run(double, tmp_path, scene)
+
+
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
@@ -312,7 +343,7 @@ def test_a_model_without_safetensors_is_refused_with_the_reason(double: Double, 
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text(json.dumps({"vocab_size": 7}))
     with pytest.raises(ConfigError, match=r"has no \*\.safetensors"):
-        SGLangEngine(tmp_path / "empty", url=double.url, folder=tmp_path / "served")
+        SGLangEngine(tmp_path / "empty", url=double.url, folder=tmp_path / "served", locate=on_disk(tmp_path))
 
 
 # ---------------------------------------------------------------- versions that are not taken

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from engine.interfaces import EngineError, WeightsId
-from engine.rollout.loading import FATAL
+from engine.rollout.loading import FATAL, on_disk
 from engine.rollout.sglang import engine as engine_module
 from engine.rollout.sglang.engine import SGLangEngine
 from engine.rollout.sglang.errors import TimedOut
@@ -55,18 +55,25 @@ class Process:
 def engine_on(process: Process, folder: Path, **options: Any) -> SGLangEngine:
     assert process.double.model is not None
     server = cast(Server, process)
-    return SGLangEngine(process.double.model, server=server, folder=folder / "served", **options)
+    return SGLangEngine(
+        process.double.model, server=server, folder=folder / "served", locate=on_disk(folder), **options
+    )
 
 
 def answers(double: Double, path: str, change: Callable[[Any], None], times: int = 1) -> None:
     double.fail(path, "change", times=times, change=change)
 
 
+def on_a_gpu(double: Double) -> None:
+    """The hashes of its parameters cannot be worked out here, so that checksums are all there is."""
+    double.info["device"] = "cuda"
+
+
 def mixed(double: Double) -> None:
     """The next load takes some of the tensors, and fails."""
 
     def change(answer: Any) -> None:
-        double.contents["model.norm.weight"] = "of neither version"
+        double.contents["model.norm.weight"] = b"of neither version"
         answer.update(success=False, message="Failed to update weights: a fault on demand.")
 
     answers(double, "/update_weights_from_disk", change)
@@ -85,6 +92,16 @@ def checksum_unchanged(double: Double) -> None:
     answers(double, "/weights_checker", lambda answer: answer.update(per_engine_checksum=old))
 
 
+def one_tensor_passed_over(double: Double) -> None:
+    """With a 200, the right label, and a checksum that was never seen before."""
+    old = double.contents["model.norm.weight"]
+
+    def change(answer: Any) -> None:
+        double.contents["model.norm.weight"] = old
+
+    answers(double, "/update_weights_from_disk", change)
+
+
 def checksum_fails(double: Double) -> None:
     double.fail("/weights_checker", "status", status=500)
 
@@ -94,13 +111,23 @@ def load_hangs(double: Double) -> None:
 
 
 @pytest.mark.parametrize(
-    "break_it", [refused, mixed, label_not_bumped, checksum_unchanged, checksum_fails, load_hangs]
+    "break_it",
+    [
+        refused,
+        mixed,
+        label_not_bumped,
+        checksum_unchanged,
+        one_tensor_passed_over,
+        checksum_fails,
+        load_hangs,
+    ],
 )
 def test_after_a_failed_load_the_old_version_is_loaded_and_serves_again(
     double: Double, versions: Versions, tmp_path: Path, break_it: Callable[[Double], None]
 ) -> None:
     """Case O28, for an engine: no mixed weights under a clean label."""
-    answers(double, "/server_info", lambda info: info.update(dtype="float32"), times=99)
+    if break_it is checksum_unchanged:
+        on_a_gpu(double)
 
     async def scene(engine: SGLangEngine) -> None:
         first, second = versions.publish(1), versions.publish(2)
@@ -131,7 +158,8 @@ def test_an_unchanged_checksum_is_taken_from_a_server_that_rounds_and_said(
     double: Double, versions: Versions, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At a tiny learning rate two versions in float32 may be one in bfloat16."""
-    answers(double, "/server_info", lambda info: info.update(dtype="bfloat16"), times=99)
+    on_a_gpu(double)
+    double.info["dtype"] = "bfloat16"
 
     async def scene(engine: SGLangEngine) -> None:
         first, second = versions.publish(1), versions.publish(2)
@@ -148,6 +176,8 @@ def test_an_unchanged_checksum_is_taken_from_a_server_that_rounds_and_said(
 def test_equal_weights_must_have_an_equal_checksum(
     double: Double, versions: Versions, tmp_path: Path
 ) -> None:
+    on_a_gpu(double)
+
     async def scene(engine: SGLangEngine) -> None:
         first = versions.publish(1)
         again = versions.publish(2, first.tensors)
@@ -383,3 +413,20 @@ def test_a_broken_answer_fails_one_request_and_no_other(
         assert len((await engine.generate(PROMPT, SHORT, request_id="r")).ids) == 8
 
     run(double, tmp_path, scene)
+
+
+def test_a_router_is_refused_as_the_server_of_an_engine_and_its_workers_are_named(
+    double: Double, versions: Versions, tmp_path: Path
+) -> None:
+    with Double(double.model, workers=[double.url]) as router:
+
+        async def scene(engine: SGLangEngine) -> None:
+            first = versions.publish(1)
+            with pytest.raises(
+                EngineError, match=f"is a router.* a worker of its own .it has {double.url}"
+            ) as error:
+                await engine.update(first.event, first.path)
+            assert error.value.reason in FATAL
+
+        run(router, tmp_path, scene)
+    assert not double.requests

@@ -6,46 +6,19 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from engine.interfaces import Completion, EngineError, Sampling, WeightsId
+from engine.rollout.loading import on_disk
 from engine.rollout.sglang.engine import SGLangEngine
 from tests.support.sglang import VOCAB, RealServer
+from tests.support.sglang_logprobs import TEMPERATURE, TOLERANCE, worst_difference
 from tests.support.sglang_versions import Versions
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
-TEMPERATURE = 0.8
-TOLERANCE = 1e-4  # nats, float32; other weights differ by whole nats
 DEADLINE_S = 300
-
-
-def forward_logprobs(
-    model: Path, tensors: dict[str, Any], ids: list[int], n_prompt: int
-) -> NDArray[np.float64]:
-    """Log-prob of each response token [L] at the sampling temperature, under these weights."""
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    reference.load_state_dict({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
-    with torch.inference_mode():
-        logits = reference(torch.tensor([ids])).logits[0, n_prompt - 1 : -1].double() / TEMPERATURE
-    chosen = torch.tensor(ids[n_prompt:])[:, None]
-    return torch.log_softmax(logits, -1).gather(1, chosen)[:, 0].numpy()
-
-
-def worst_difference(
-    model: Path, weights: dict[int, dict[str, Any]], prompt: list[int], done: Completion
-) -> float:
-    ids, at, worst = prompt + done.ids.tolist(), 0, 0.0
-    for epoch, version, count in done.versions:
-        assert epoch == 1
-        expected = forward_logprobs(model, weights[version], ids, len(prompt))[at : at + count]
-        worst = max(worst, float(np.abs(expected - done.logprobs[at : at + count]).max()))
-        at += count
-    assert at == len(done.ids)
-    return worst
 
 
 def test_tokens_made_before_and_after_an_update_are_those_of_the_weights_they_name(
@@ -55,11 +28,11 @@ def test_tokens_made_before_and_after_an_update_are_those_of_the_weights_they_na
     model = sglang.models[0]
     versions = Versions(model, tmp_path)
     first, second = versions.publish(1), versions.publish(2)
-    weights = {1: first.tensors, 2: second.tensors}
+    weights = {(1, 1): first.tensors, (1, 2): second.tensors}
     prompts = [[5 + n, 17, 3 * n + 9, 40] for n in range(6)]
 
     async def main() -> list[Completion]:
-        engine = SGLangEngine(model, url=sglang.url, folder=tmp_path / "served")
+        engine = SGLangEngine(model, url=sglang.url, folder=tmp_path / "served", locate=on_disk(tmp_path))
         try:
             assert list(engine.tokenizer.encode("t5 t6 t7")) == [5, 6, 7]
             await engine.update(first.event, first.path)
@@ -88,7 +61,7 @@ def test_tokens_made_before_and_after_an_update_are_those_of_the_weights_they_na
     for prompt, done in zip(prompts, completions, strict=True):
         assert len(done.ids) == 200 and done.finish_reason == "length"
         assert worst_difference(model, weights, prompt, done) < TOLERANCE
-    swapped = {1: second.tensors, 2: first.tensors}
+    swapped = {(1, 1): second.tensors, (1, 2): first.tensors}
     assert worst_difference(model, swapped, prompts[0], completions[0]) > 0.1, "the check can tell them apart"
 
 
@@ -100,7 +73,7 @@ def test_a_folder_that_the_server_cannot_load_leaves_the_old_version_serving(
     first, second = versions.publish(1), versions.publish(2)
 
     async def main() -> None:
-        engine = SGLangEngine(model, url=sglang.url, folder=tmp_path / "served")
+        engine = SGLangEngine(model, url=sglang.url, folder=tmp_path / "served", locate=on_disk(tmp_path))
         try:
             await engine.update(first.event, first.path)
             make = engine._folders.make

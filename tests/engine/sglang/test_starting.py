@@ -72,7 +72,7 @@ def test_each_daemon_starts_a_server_with_the_models_type_and_device(tmp_path: P
     assert f"--model-path {model} --host 127.0.0.1 --port 31001" in command
     assert command.endswith("--dtype bfloat16 --base-gpu-id 3 --max-running-requests 8")
     assert server.log_file == tmp_path / "run" / "logs" / "sglang-1.log"
-    assert engine.device == "cuda:3"
+    assert (engine.device, engine.n_ranks) == ("cuda", 1)  # of ranks in a group
     closed(engine)
     assert server.exited is not None, "it ends with its engine"
 
@@ -96,3 +96,29 @@ def test_a_model_that_cannot_be_used_leaves_no_server_running(
     with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
         sglang_engine(config, name="rollout-0", replica=0)
     assert started[0].exited is not None
+
+
+def test_the_ranks_of_a_server_that_the_daemon_starts_are_known_before_it_is_ready(
+    tmp_path: Path, model: Path
+) -> None:
+    settings = {"python": asleep(tmp_path), "args": ["--tp-size", "4"]}
+    engine = sglang_engine(config_of(tmp_path, model, settings, device="cuda"), name="rollout-0", replica=0)
+    try:
+        assert engine.n_ranks == 4
+    finally:
+        closed(engine)
+
+
+def test_broadcasts_to_servers_with_pipeline_stages_are_refused(tmp_path: Path, model: Path) -> None:
+    table: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "run")},
+        "data": {"path": str(tmp_path / "prompts.jsonl")},
+        "model": {"path": str(model)},
+        "rollout": {"backend": "sglang", "sglang": {"args": ["--pp-size=2"]}},
+        "reward": {"function": "exact"},
+        "weights": {"transport": "distributed"},
+    }
+    with pytest.raises(ConfigError, match="--pp-size 2: SGLang gives the stages of a pipeline one rank"):
+        build_config(table)
+    table["rollout"]["sglang"]["args"] = ["--tp-size=2"]
+    build_config(table)
