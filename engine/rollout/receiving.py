@@ -35,12 +35,20 @@ from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
 
-TRANSPORT = "distributed"
+TRANSPORTS = ("distributed", "ipc")
 
 _T = TypeVar("_T")
 
 
 # ---------------------------------------------------------------- what is to be done
+def sent_by(published: WeightsPublished) -> tuple[str, str]:
+    """(transport, group) by which a version is sent beside its file; ("", ""): by the file alone."""
+    for transport in TRANSPORTS:
+        if group := published.uris.get(transport, ""):
+            return transport, group
+    return "", ""
+
+
 class Join(NamedTuple):
     formed: TransferGroupFormed
     first_rank: int
@@ -49,6 +57,10 @@ class Join(NamedTuple):
 class Receive(NamedTuple):
     published: WeightsPublished
     group: str
+
+    @property
+    def transport(self) -> str:
+        return sent_by(self.published)[0]
 
 
 class Leave(NamedTuple):
@@ -110,7 +122,7 @@ class Transfers:
         return []
 
     def _published(self, event: WeightsPublished) -> list[Action]:
-        group = event.uris.get(TRANSPORT, "")
+        _, group = sent_by(event)
         key = (group, event.epoch, event.version)
         if group not in self._groups or key in self._told:
             return []
@@ -172,6 +184,7 @@ class GroupReceiver:
                 formed.group,
                 formed.backend,
                 timedelta(seconds=formed.deadline_s),
+                device=self._device,
             )
         except collective.TransferError as error:
             raise EngineError(TRANSFER_FAILED, str(error)) from error
@@ -188,8 +201,7 @@ class GroupReceiver:
         Raises EngineError("transfer_failed"), or EngineError("weights_mismatch") when the digest is another; after
         the first the group is left, after the second it is as good as before.
         """
-        from engine.weights import collective
-        from engine.weights import tensors as files
+        from engine.weights import collective, snapshots
 
         with self._lock:
             joined = self._groups.get(group)
@@ -199,19 +211,20 @@ class GroupReceiver:
         try:
             buckets = collective.plan(published.tensors, bucket_bytes)
             self._spare = memory = collective.memory_for(buckets, self._device, self._spare)
-            tensors = collective.receive_all(
+            received = collective.receive_all(
                 joined.group,
                 buckets,
                 memory,
                 deadline,
                 lambda: "the group was left meanwhile" if group in self._closed else "",
             )
+            tensors = collective.with_tied(published.tensors, received)
         except Exception as error:  # of the group, or of this machine, as when there is no memory for it
             self.leave(group)
             if self._device != "cpu":
                 self._spare = []
             raise EngineError(TRANSFER_FAILED, f"version {published.version}: {error}") from error
-        digest = files.digest(tensors)
+        digest = snapshots.digest(tensors)
         if digest != published.digest:
             raise EngineError(
                 WEIGHTS_MISMATCH,

@@ -1,6 +1,6 @@
 """Publishing weights beside the training step, in order of versions.
 
-    trainer ── snapshot of version v ──► queue (1) ──► file written, synced, renamed ──► WeightsPublished(v)
+    trainer ── weights of version v, copied ──► queue (1) ──► file written, synced, renamed ──► WeightsPublished(v)
                                                                          └ and, beside all this, sent to a group
 
 The step never waits for a disk; it waits here only when two versions are already on their way. A full disk is waited
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from consumers.runner import Patience
+from engine.weights.snapshots import Snapshots
 from engine.weights.store import NoRoom
 from streams.events import WeightsPublished
 
@@ -66,6 +67,7 @@ class Publisher:
 
     def __init__(self, write: Write, announce: Announce, sender: Broadcasts | None = None) -> None:
         self._write, self._announce, self._sender = write, announce, sender
+        self._snapshots = Snapshots(on_device=sender is not None)
         self._jobs: queue.Queue[_Job | None] = queue.Queue(maxsize=1)
         self._error: BaseException | None = None
         self._idle = threading.Event()
@@ -86,13 +88,13 @@ class Publisher:
         forked_at: int = -1,
         beat: Beat = _no_beat,
     ) -> None:
-        """`tensors` must be a snapshot: they are read later, on another thread."""
+        """These weights are copied before it returns (with a sender: on their accelerator, which waits for nothing)."""
         self.check()
         with self._lock:
             self._unfinished += 1
             self._idle.clear()
         try:
-            self._hand_over(_Job(tensors, version, step, forked_at), beat)
+            self._hand_over(_Job(self._snapshots.take(tensors), version, step, forked_at), beat)
         except BaseException:
             self._one_less()
             raise

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,9 +30,13 @@ from engine.weights.tensors import RawTensor, WeightsError
 from streams.errors import MillstreamError
 from streams.events import TensorInfo
 
+if TYPE_CHECKING:
+    from engine.weights.shared import Owner, Reader
+
 PORTS_TRIED = 100
-DEVICES = {"gloo": "", "nccl": "cuda", "mccl": "musa"}  # backend → device of its ranks; "": any
-_ARRIVED = "millstream/arrived"
+DEVICES = {"gloo": "", "nccl": "cuda", "mccl": "musa", "ipc": ""}  # backend → device of its ranks; "": any
+_ARRIVED, _REFUSED = "millstream/arrived", "millstream/refused"
+_LOOK_S = 0.1  # between two looks whether another rank cannot be a member, while NCCL connects
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.001  # between two looks at a broadcast that is under way
 
 _WATCHDOG_S = 600.0  # beyond the deadline: by then the group has long been aborted
@@ -55,7 +59,8 @@ def _never() -> str:
 def plan(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:
     """Which tensors go in which bucket, in the order of the published list; the same on every side.
 
-    A tensor larger than `bucket_bytes` has a bucket of its own. Within a bucket the widest types come first: so every
+    A tied tensor is in none: its bytes go once, under the other name. A tensor larger than `bucket_bytes` has a bucket
+    of its own. Within a bucket the widest types come first: so every
     tensor begins at a multiple of its item, without gaps, as SGLang's flattened buckets demand.
 
     >>> infos = [TensorInfo("a", [3], "BF16", 6), TensorInfo("b", [2], "F32", 8), TensorInfo("c", [9], "F32", 36)]
@@ -65,6 +70,8 @@ def plan(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorIn
     buckets: list[list[TensorInfo]] = []
     room = 0
     for info in tensors:
+        if info.tied:
+            continue
         if not buckets or info.nbytes > room:
             buckets.append([])
             room = max(bucket_bytes, info.nbytes)
@@ -85,6 +92,12 @@ def check_layout(tensors: Sequence[TensorInfo]) -> None:
         if files.size_of(info) != info.nbytes:
             raise WeightsError(
                 f"{info.name} is published with {info.nbytes} bytes, its shape has {files.size_of(info)}"
+            )
+    own = {info.name for info in tensors if not info.tied}
+    for info in tensors:
+        if info.tied and info.tied not in own:
+            raise WeightsError(
+                f"{info.name} is published as tied to {info.tied}, which has no bytes of its own"
             )
 
 
@@ -116,6 +129,11 @@ def views(buffer: Any, bucket: Sequence[TensorInfo]) -> dict[str, Any]:
         found[info.name] = buffer[at : at + info.nbytes].view(dtype).reshape(info.shape)
         at += info.nbytes
     return found
+
+
+def with_tied(tensors: Sequence[TensorInfo], received: Mapping[str, Any]) -> dict[str, Any]:
+    """All tensors of the published list, in its order; tied ones share memory."""
+    return {info.name: received[info.tied or info.name] for info in tensors}
 
 
 # ---------------------------------------------------------------- groups
@@ -175,8 +193,8 @@ class _Queued(NamedTuple):
 class Group:
     """One rank of a group. Not for several threads at once, but `close` may be called from another."""
 
-    def __init__(self, process_group: Any, store: Any, name: str, backend: str) -> None:
-        self.name, self.backend = name, backend
+    def __init__(self, process_group: Any, store: Any, name: str, backend: str, rank: int) -> None:
+        self.name, self.backend, self.rank = name, backend, rank
         self._group, self._store = process_group, store
         self._is_connected = backend == "gloo"  # NCCL's ranks connect in their first broadcast
         self._stream: Any = None
@@ -224,10 +242,28 @@ class Group:
                 return broadcast()
 
         threading.Thread(target=_into, args=(begun, broadcast_there), name="connect", daemon=True).start()
-        _until(begun.done, deadline, give_up, "the ranks did not connect within the deadline")
+        _until(begun.done, deadline, self._refusal(give_up), "the ranks did not connect within the deadline")
         work = begun.result()
         self._is_connected = True
         return work
+
+    def _refusal(self, give_up: GiveUp) -> GiveUp:
+        """A rank that was refused never connects: no use to wait for it. Rank 0 alone can look: the others' NCCL keeps
+        the store to itself until it has the unique id."""
+        if self.rank:
+            return give_up
+        store: Any = self._store
+        key, looked = f"{_REFUSED}/{self.name}", 0.0
+
+        def why() -> str:
+            nonlocal looked
+            if time.monotonic() - looked > _LOOK_S:
+                looked = time.monotonic()
+                if store.check([key]):
+                    return store.get(key).decode()
+            return give_up()
+
+        return why
 
     def _end_of(self, work: Any, device: Any) -> Any:
         """The event at which the device has come to the end of a broadcast.
@@ -280,10 +316,13 @@ def join(
     timeout: timedelta,
     *,
     listener: Listener | None = None,
-) -> Group:
+    device: str = "cpu",
+) -> Any:
     """Meet the other ranks at `address:port`; returns when all are there. Rank 0 passes its listener.
 
-    Raises TransferError when they are not by `timeout`, or rank 0 gives up.
+    What comes is a Group, or with "ipc" rank 0's Owner or another's Reader (engine/weights/shared.py). `device`: of
+    this rank. Raises TransferError when they are not there by `timeout`, when rank 0 gives up, or when
+    this rank cannot be a member where it is.
     """
     c10d = _c10d()
     private = c10d.distributed_c10d  # torch has no public way to a group beside the default one
@@ -298,6 +337,14 @@ def join(
             store.set(f"{_ARRIVED}/{group}/{rank}", "1")
         left = max(timedelta(milliseconds=1), timeout - timedelta(seconds=time.monotonic() - began))
         store.set_timeout(left)
+        if backend == "ipc":
+            from engine.weights import shared
+
+            if rank == 0:
+                return shared.lead(store, group, world_size, left, device)
+            return shared.follow(store, group, rank, left, device)
+        if backend == "nccl":
+            claim_device(store, group, rank, device)
         with _no_suicide(backend):
             made: Any = private._new_process_group_helper(
                 world_size,
@@ -313,7 +360,26 @@ def join(
         raise TransferError(
             f"group {group} at {address}:{port}, rank {rank}: {_first_line(error)}"
         ) from error
-    return Group(made, store, group, backend)
+    return Group(made, store, group, backend, rank)
+
+
+def claim_device(store: Any, group: str, rank: int, device: str, device_id: str = "") -> None:
+    """Raise TransferError when another rank of the group has this very device: NCCL wants one for each.
+
+    Only ranks that come here are known (SGLang's do not). `device_id`: in place of the device's own identity.
+    """
+    if not device_id:
+        from engine.weights.cuda_ipc import identity
+
+        device_id = identity(device)
+    key = f"millstream/device/{group}/{device_id}"
+    if device_id and store.add(key, 1) > 1:
+        reason = (
+            f"rank {rank} is on the same GPU ({device_id}) as another rank, and NCCL needs one GPU for each; give "
+            'trainer and engines different ones (CUDA_VISIBLE_DEVICES), or set weights.transport = "ipc"'
+        )
+        store.set(f"{_REFUSED}/{group}", reason)
+        raise TransferError(reason)
 
 
 def _until(is_done: Callable[[], bool], deadline: float, give_up: GiveUp, late: str) -> None:
@@ -415,7 +481,7 @@ class Buffers:
 
 
 def send_all(
-    group: Group,
+    group: Group | Owner,
     tensors: Mapping[str, Any],
     buckets: Sequence[Sequence[TensorInfo]],
     buffers: Buffers,
@@ -424,8 +490,12 @@ def send_all(
 ) -> Measured:
     """Broadcast all buckets in order. `tensors`: RawTensors, or for a device torch's that lie on it."""
     began = time.monotonic()
-    send = _send_in_turn if buffers.device == "cpu" else _send_queued
-    send(group, tensors, buckets, buffers, deadline, give_up)
+    if not isinstance(group, Group):  # it has memory of its own for buckets
+        group.send(tensors, buckets, deadline, give_up)
+    elif buffers.device == "cpu":
+        _send_in_turn(group, tensors, buckets, buffers, deadline, give_up)
+    else:
+        _send_queued(group, tensors, buckets, buffers, deadline, give_up)
     return Measured(sum(map(size_of, buckets)), time.monotonic() - began)
 
 
@@ -464,7 +534,7 @@ def _send_queued(
     begun: list[Any] = []
     with module.device(buffers.device):
         stream = module.Stream()
-        stream.wait_stream(module.current_stream())  # what made the tensors
+        follow(stream, tensors, buffers.device)
         with module.stream(stream):
             for bucket in buckets:
                 part = _as_it_lies_on_device(bucket, tensors)
@@ -478,6 +548,21 @@ def _send_queued(
                 wait()
 
 
+def follow(stream: Any, tensors: Mapping[str, Any], device: Any) -> None:
+    """What `stream` does from here on, it does after these tensors were made.
+
+    A DeviceSnapshot says when that was; of others all is waited for that was asked of the device until now.
+    """
+    import torch
+
+    ready = getattr(tensors, "ready", None)
+    if ready is not None:
+        stream.wait_event(ready)
+    else:
+        module: Any = torch.get_device_module(device)
+        stream.wait_stream(module.current_stream(device))
+
+
 def _largest(buckets: Sequence[Sequence[TensorInfo]]) -> int:
     return max((size_of(bucket) for bucket in buckets), default=0)
 
@@ -486,7 +571,7 @@ def side_by_side(tensors: Mapping[str, Any]) -> dict[str, Any]:
     """A snapshot on the device, in one piece of memory: buckets of it need no copy. What is tied stays tied."""
     import torch
 
-    distinct = {(each.data_ptr(), each.dtype, each.shape): each.detach() for each in tensors.values()}
+    distinct = {_same(each): each.detach() for each in tensors.values()}
     copies: dict[Any, Any] = {}
     device = next(iter(distinct.values())).device if distinct else "cpu"
     n_bytes = sum(each.nbytes + each.itemsize for each in distinct.values())
@@ -495,7 +580,12 @@ def side_by_side(tensors: Mapping[str, Any]) -> dict[str, Any]:
         at += -at % each.itemsize
         copies[key] = room[at : at + each.nbytes].view(each.dtype).reshape(each.shape).copy_(each)
         at += each.nbytes
-    return {name: copies[each.data_ptr(), each.dtype, each.shape] for name, each in tensors.items()}
+    return {name: copies[_same(each)] for name, each in tensors.items()}
+
+
+def _same(tensor: Any) -> Any:
+    """Equal for tensors that are the same elements of the same memory."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def memory_for(buckets: Sequence[Sequence[TensorInfo]], device: str, old: Sequence[Any] = ()) -> list[Any]:
@@ -509,7 +599,7 @@ def memory_for(buckets: Sequence[Sequence[TensorInfo]], device: str, old: Sequen
 
 
 def receive_all(
-    group: Group,
+    group: Group | Reader,
     buckets: Sequence[Sequence[TensorInfo]],
     memory: Sequence[Any],
     deadline: float,
@@ -521,7 +611,7 @@ def receive_all(
     for bucket, buffer in zip(buckets, memory, strict=True):
         if buffer.numel():
             waits.append(group.start(buffer, deadline, give_up))
-        if group.backend == "gloo":  # a device queues them, and needs nobody between one and the next
+        if group.backend in ("gloo", "ipc"):  # NCCL queues them, and needs nobody between one and the next
             while waits:
                 waits.pop()()
         received.update(views(buffer, bucket))

@@ -3,13 +3,14 @@
     base, new (both in main memory) ─► which tensors differ, by their sha256 ─► blocks: compare, pick, compress ─► file
                                                                      └─ too much changed ─► FullIsDue
 
+Where both lie on an accelerator too, it compares and picks there (engine/weights/delta_device.py), to the same bytes.
 The format, and how a delta is read and applied: engine/weights/delta.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
@@ -17,8 +18,10 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from engine.weights import delta_device
 from engine.weights import tensors as files
 from engine.weights.delta import MAGIC, PREAMBLE, Block, Changes, Head, checksum_of, in_order
+from engine.weights.snapshots import DeviceSnapshot, raw_tensors
 from engine.weights.tensors import RawTensor, WeightsError
 
 _BLOCK = 1 << 22  # elements: bounds the memory of one thread, and lets every gap fit 32 bits
@@ -44,11 +47,16 @@ class State(NamedTuple):
     contents: Mapping[str, RawTensor]
     digests: Mapping[str, bytes]  # sha256 of each tensor's bytes
     digest: str  # of the whole
+    on_device: Mapping[str, Any] | None = None  # the same, side by side on an accelerator
 
 
 def state_of(tensors: Mapping[str, Any]) -> State:
     """The bytes of numpy arrays or torch tensors with their digests; nothing is copied that lies in main memory."""
-    contents = {name: files.raw(tensor) for name, tensor in tensors.items()}
+    state = state_of_bytes(raw_tensors(tensors))
+    return state._replace(on_device=tensors) if isinstance(tensors, DeviceSnapshot) else state
+
+
+def state_of_bytes(contents: Mapping[str, RawTensor]) -> State:
     digests = files.content_digests(contents)
     return State(contents, digests, files.digest_of_parts(contents, digests))
 
@@ -76,8 +84,7 @@ def write_delta(
     limits.look(base, new, stored)
     file.write(bytes(PREAMBLE.size))
     blocks: dict[str, list[Block]] = {name: [] for name in stored}
-    jobs = ((name, *part) for name in changed for part in _parts(base.contents[name], stored[name]))
-    for name, start, encoded in in_order(_encode, jobs):
+    for name, start, encoded in _encoded(base, new, changed):
         if encoded is None:
             continue
         limits.count(encoded.n_changed, len(encoded.frame))
@@ -161,6 +168,15 @@ class _Encoded(NamedTuple):
     frame: bytes
 
 
+def _encoded(base: State, new: State, names: Sequence[str]) -> Iterator[tuple[str, int, _Encoded | None]]:
+    """Blocks of these tensors, in order; None: nothing changed in one."""
+    if base.on_device is not None and new.on_device is not None:
+        found = delta_device.find(base.on_device, new.on_device, names, _BLOCK)
+        return in_order(_encode_found, ((each,) for each in found))
+    parts = ((name, *part) for name in names for part in _parts(base.contents[name], new.contents[name]))
+    return in_order(_encode, parts)
+
+
 def _parts(
     base: RawTensor, new: RawTensor
 ) -> Iterator[tuple[int, NDArray[np.unsignedinteger], NDArray[np.unsignedinteger]]]:
@@ -176,10 +192,20 @@ def _encode(
     if not len(places):
         return name, start, None
     gaps = (np.diff(places, prepend=-1) - 1).astype("<u4")
-    planes = max(1, (int(gaps.max()).bit_length() + 7) // 8)
-    body = _planes(gaps)[:planes].tobytes() + _planes(after[places]).tobytes()
-    frame = zstandard.ZstdCompressor(level=_LEVEL).compress(body)
-    return name, start, _Encoded(len(places), planes, frame)
+    return name, start, _packed(_planes(gaps), _planes(after[places]))
+
+
+def _encode_found(found: delta_device.Found) -> tuple[str, int, _Encoded | None]:
+    return found.name, found.start, _packed(found.gaps, found.values)
+
+
+def _packed(gaps: NDArray[np.uint8], values: NDArray[np.uint8]) -> _Encoded:
+    """`gaps` [planes, n], `values` [bytes of an item, n]. Upper planes of gaps that are all zero are left out."""
+    planes = len(gaps)
+    while planes > 1 and not gaps[planes - 1].any():
+        planes -= 1
+    body = b"".join(plane.tobytes() for plane in (*gaps[:planes], *values))
+    return _Encoded(values.shape[1], planes, zstandard.ZstdCompressor(level=_LEVEL).compress(body))
 
 
 def _changes(tensor: RawTensor, blocks: list[Block], digest: bytes) -> Changes:

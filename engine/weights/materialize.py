@@ -4,8 +4,8 @@
                                         │
         .OUT.xxxx.tmp/model.safetensors ┴─► digest = the ledger's? ─► configuration, tokenizer ─► one rename to OUT
 
-Whatever the way, what was written is compared with the digest that the ledger recorded. Nothing is written into the
-run's directory.
+Whatever the way, what was written is compared with the digest that the ledger recorded (an adapter before it is merged
+into its base). Nothing is written into the run's directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from consumers.ledger import Ledger
 from engine.interfaces import CheckpointError, TrainerBackend
 from engine.trainer.rerun import nearest_checkpoint, rerun
-from engine.weights import chain
+from engine.weights import chain, lora
 from engine.weights import tensors as files
 from engine.weights.delta import SUFFIX
 from engine.weights.durable import sync_folder, write_durably
@@ -88,6 +88,8 @@ def materialize(run: Run, publications: Publications, found: Found, out: Path) -
         raise ConfigError(f"OUT = {out} cannot be made ({error.strerror})") from error
     try:
         source = _write_weights(run, publications, found, temporary / MODEL_FILE)
+        if found.published.kind == lora.KIND:
+            source += _merge(run, found.published, temporary / MODEL_FILE)
         copy_companions(run.model, temporary)
         sync_folder(temporary)
         try:
@@ -174,6 +176,14 @@ def _made_again(run: Run, published: WeightsPublished, path: Path) -> str:
     notes = {"epoch": str(published.epoch), "version": str(version), "digest": digest}
     write_durably(path, lambda file: files.write_file(file, weights, {"format": "pt", **notes}))
     return way
+
+
+def _merge(run: Run, published: WeightsPublished, path: Path) -> str:
+    """Make the adapter in `path` the whole model that engines made of it; returns what to add to its source."""
+    if run.model is None:
+        raise MillstreamError("an adapter needs its base model; model.path names none")
+    lora.Base(run.model).write_merged(published, path, path)
+    return f", merged into {run.model.name}"
 
 
 def copy_companions(model: Path | None, folder: Path) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,15 +31,15 @@ import msgspec
 
 from consumers.runner import Clock, now_ms
 from engine.weights import collective
-from engine.weights.collective import Group, Listener, TransferError
+from engine.weights.collective import Listener, TransferError
 from engine.weights.membership import Candidate, Members
-from engine.weights.tensors import raw
+from engine.weights.snapshots import raw_tensors
 from streams.errors import LogFull, LogUnavailable
 from streams.events import Event, TransferGroupEnded, TransferGroupFormed, WeightsPublished
 
 logger = logging.getLogger(__name__)
 
-TRANSPORT = "distributed"
+IPC = "ipc"  # both a backend and the transport's name
 BACKENDS = {
     "cpu": "gloo",
     "cuda": "nccl",
@@ -60,6 +61,7 @@ class Sent(NamedTuple):
     error: str  # "": every bucket was sent
     lost: list[str]
     seconds: float
+    nbytes: int = 0
 
 
 class _Formed(NamedTuple):
@@ -74,13 +76,14 @@ class _Formed(NamedTuple):
 
 class _Job(NamedTuple):
     published: WeightsPublished
-    tensors: Mapping[str, Any]  # RawTensor, or torch's on the device
+    tensors: Mapping[str, Any]  # RawTensor, or torch's on the device (a DeviceSnapshot stays one)
 
 
 class Sender:
     """`prepare` and `send` from one thread, the publisher's; `close` from any. The thread is the sender's own.
 
     `address` "" is found by the members' hosts, `port` as in Listener. `device`: where buckets are sent from.
+    `backend`: of torch.distributed, or "ipc": members of this host alone, on the same kind of device.
     """
 
     def __init__(
@@ -101,11 +104,13 @@ class Sender:
         self._members, self._append, self._epoch, self._clock = members, append, epoch, clock
         self._bucket_bytes, self._deadline, self._backend = bucket_bytes, deadline, backend
         self._address, self._port, self._buffers = address, port, collective.Buffers(device)
+        self.transport = IPC if backend == IPC else "distributed"
         self._blame_s = blame.total_seconds()
         self.sent: Sent | None = None
+        self._n_sent = self._n_failed = 0
         self._gone: list[str] = []  # for whose sake a broadcast was given up
         self._formed: _Formed | None = None
-        self._group: Group | None = None
+        self._group: Any = None  # of collective.join
         self._said = ""
         self._n_groups, self._life = 0, secrets.token_hex(3)
         self._job: _Job | None = None  # waits or is under way
@@ -130,7 +135,7 @@ class Sender:
             self._say(f"no group for broadcasts: {error}")
         if self._formed is None:
             return published
-        uris = {**published.uris, TRANSPORT: self._formed.event.group}
+        uris = {**published.uris, self.transport: self._formed.event.group}
         return msgspec.structs.replace(published, uris=uris)
 
     def send(self, published: WeightsPublished, tensors: Mapping[str, Any]) -> None:
@@ -138,19 +143,30 @@ class Sender:
 
         Tensors on the device from which buckets are sent do not pass through main memory.
         """
-        if self._formed is None or published.uris.get(TRANSPORT) != self._formed.event.group:
+        if self._formed is None or published.uris.get(self.transport) != self._formed.event.group:
             return
-        there = self._buffers.device.partition(":")[0]
-        job = _Job(
-            published,
-            {
-                name: tensor if there != "cpu" and _device_of(tensor) == there else raw(tensor)
-                for name, tensor in tensors.items()
-            },
-        )
+        job = _Job(published, self._at_hand(tensors))
         with self._changed:
             self._job = job
             self._changed.notify_all()
+
+    def _at_hand(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+        there = self._buffers.device.partition(":")[0]
+        if there == "cpu" or any(_device_of(tensor) != there for tensor in tensors.values()):
+            return raw_tensors(tensors)
+        return tensors
+
+    def gauges(self) -> dict[str, float]:
+        """Of the last transfer that ended, and counts of all."""
+        sent = self.sent
+        found = {"transfers_total": float(self._n_sent), "transfers_failed_total": float(self._n_failed)}
+        if sent is None:
+            return found
+        return found | {
+            "transfer_s": sent.seconds,
+            "transfer_bytes": float(sent.nbytes),
+            "transfer_receivers": float(len(sent.receivers)),
+        }
 
     def wait(self, timeout: timedelta) -> bool:
         """Until nothing is under way; False when the time is over. For tests and measurements: training never waits."""
@@ -175,8 +191,7 @@ class Sender:
         with self._fleet:
             self._members.catch_up()
             candidates = self._members.candidates()
-        wanted = collective.DEVICES.get(self._backend, "")
-        candidates = [each for each in candidates if not wanted or each.device == wanted]
+        candidates = self._fitting(candidates)
         if self._formed is not None:
             if candidates == self._formed.candidates:
                 return
@@ -193,8 +208,26 @@ class Sender:
         except BaseException:
             listener.close()
             raise
-        self._formed, self._said = _Formed(event, candidates, listener), ""
+        self._formed = _Formed(event, candidates, listener)
+        self._said = self._said if self._backend == IPC else ""
         logger.info("trainer: group %s for broadcasts to %s", event.group, ", ".join(self._formed.engines))
+
+    def _fitting(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those that can be ranks of this kind of group."""
+        wanted = collective.DEVICES.get(self._backend, "")
+        if self._backend != IPC:
+            return [each for each in candidates if not wanted or each.device == wanted]
+        here, device = socket.gethostname(), self._buffers.device.partition(":")[0]
+        fitting = [each for each in candidates if (each.host, each.device) == (here, device)]
+        if len(fitting) < len(candidates):
+            others = [
+                f"{each.engine} (on {each.host}, {each.device})" for each in candidates if each not in fitting
+            ]
+            self._say(
+                f"ipc reaches only engines on this host ({here}) and this kind of device ({device}), not "
+                + ", ".join(others)
+            )
+        return fitting
 
     def _event(self, listener: Listener, candidates: Sequence[Candidate]) -> TransferGroupFormed:
         self._n_groups += 1
@@ -266,11 +299,13 @@ class Sender:
         formed = self._formed
         assert formed is not None
         began, error, self._gone = time.monotonic(), "", []
+        nbytes = 0
         try:
             group = self._joined(formed)
             buckets = collective.plan(job.published.tensors, self._bucket_bytes)
             deadline = time.monotonic() + self._deadline.total_seconds()
-            collective.send_all(group, job.tensors, buckets, self._buffers, deadline, self._give_up(formed))
+            give_up = self._give_up(formed)
+            nbytes = collective.send_all(group, job.tensors, buckets, self._buffers, deadline, give_up).nbytes
         except Exception as failure:
             error = str(failure) or type(failure).__name__
         seconds, lost = time.monotonic() - began, []
@@ -279,16 +314,16 @@ class Sender:
         else:
             with self._fleet:
                 self._members.took_part(formed.engines)
-        self.sent = Sent(job.published, formed.event.group, formed.engines, error, lost, seconds)
+        self._n_sent, self._n_failed = self._n_sent + 1, self._n_failed + bool(error)
+        self.sent = Sent(job.published, formed.event.group, formed.engines, error, lost, seconds, nbytes)
 
-    def _joined(self, formed: _Formed) -> Group:
+    def _joined(self, formed: _Formed) -> Any:
         """On a thread of its own, so that it can be given up before its deadline."""
         if self._group is not None:
             return self._group
         event, joined = formed.event, Future()
-        threading.Thread(
-            target=_join, args=(event, self._deadline, formed.listener, joined), daemon=True
-        ).start()
+        arguments = (event, self._deadline, formed.listener, self._buffers.device, joined)
+        threading.Thread(target=_join, args=arguments, daemon=True).start()
         give_up = self._give_up(formed)
         while True:
             try:
@@ -369,7 +404,9 @@ class Sender:
             logger.warning("trainer: %s; engines take versions from disk", problem)
 
 
-def _join(event: TransferGroupFormed, deadline: timedelta, listener: Listener, joined: Future[Group]) -> None:
+def _join(
+    event: TransferGroupFormed, deadline: timedelta, listener: Listener, device: str, joined: Future[Any]
+) -> None:
     try:
         joined.set_result(
             collective.join(
@@ -381,13 +418,14 @@ def _join(event: TransferGroupFormed, deadline: timedelta, listener: Listener, j
                 event.backend,
                 deadline,
                 listener=listener,
+                device=device,
             )
         )
     except BaseException as error:
         joined.set_exception(error)
 
 
-def _close_what_came(joined: Future[Group]) -> None:
+def _close_what_came(joined: Future[Any]) -> None:
     if joined.exception() is None:
         joined.result().close()
 

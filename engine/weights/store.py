@@ -11,9 +11,11 @@ file is used only because a valid ledger record names its digest; the one in its
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -21,8 +23,11 @@ from consumers.runner import Clock, now_ms
 from engine.weights import chain
 from engine.weights import tensors as files
 from engine.weights.delta import SUFFIX, open_delta
-from engine.weights.delta_writer import DeltaPolicy, FullIsDue, State, state_of, write_delta
+from engine.weights.delta_writer import DeltaPolicy, FullIsDue, State, state_of_bytes, write_delta
 from engine.weights.durable import sync_folder, write_durably
+from engine.weights.lora import KIND as LORA
+from engine.weights.lora import Adapted
+from engine.weights.snapshots import DeviceSnapshot, raw_tensors
 from engine.weights.tensors import Framework, NoRoom, RawTensor, WeightsError, digest, snapshot
 from streams.events import TensorInfo, WeightsPublished
 
@@ -41,6 +46,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_LARGE = 32 << 20  # bytes: below this one more fsync costs more than what it overlaps
 
 
 class WeightsConflict(WeightsError):
@@ -66,13 +73,16 @@ class WeightStore:
         keep: int,
         run_dir: Path | None = None,
         deltas: DeltaPolicy | None = None,
+        adapted: Adapted | None = None,
         clock: Clock = now_ms,
     ) -> None:
         """`keep`: versions that `prune` leaves readable. URIs are relative to `run_dir` (default: the parent folder).
 
         `deltas`: publish as deltas where this allows it (None: always in full). The first version of an epoch is full.
+        `adapted`: what is published are adapters, of this base (None: whole models).
         """
         self.folder, self.keep, self._deltas, self._clock = folder, keep, deltas, clock
+        self._adapted = adapted
         self._run_dir = folder.parent if run_dir is None else run_dir
         self._last: _Last | None = None  # what the next delta is made on
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,7 +97,12 @@ class WeightStore:
         they are kept until the next version, which is made on them. Raises WeightsConflict when the name holds other
         weights, NoRoom on a full disk and WeightsError when they cannot be written; then nothing is left behind.
         """
-        state = state_of(tensors)
+        contents = raw_tensors(tensors)
+        if self._is_new_and_large(contents, epoch, version):
+            state = self._written_while_digested(contents, epoch, version)
+            return self._full_event(state, epoch, version, step)
+        on_device = tensors if isinstance(tensors, DeviceSnapshot) else None
+        state = state_of_bytes(contents)._replace(on_device=on_device)
         last = self._last
         if last is not None and (last.event.epoch, last.event.version, last.state.digest) == (
             *(epoch, version),
@@ -107,9 +122,40 @@ class WeightStore:
         if not self._holds(path, state.digest):
             metadata = {"format": "pt", "epoch": str(epoch), "version": str(version), "digest": state.digest}
             write_durably(path, lambda file: files.write_file(file, state.contents, metadata))
+        return self._full_event(state, epoch, version, step)
+
+    def _is_new_and_large(self, contents: Mapping[str, RawTensor], epoch: int, version: int) -> bool:
+        """Nothing that has this name must be compared with these, nor is the next version made on them."""
+        if self._deltas is not None or sum(each.data.nbytes for each in contents.values()) < _LARGE:
+            return False
+        return not (self.path(epoch, version).exists() or self.path(epoch, version, SUFFIX).exists())
+
+    def _written_while_digested(self, contents: Mapping[str, RawTensor], epoch: int, version: int) -> State:
+        """Both take about as long, and one waits for the disk while the other computes."""
+        stored, tied = files.split_tied(contents)
+        metadata = {"format": "pt", "epoch": str(epoch), "version": str(version), "digest": "0" * 64}
+        with ThreadPoolExecutor(1, "digest") as pool:
+            digesting = pool.submit(state_of_bytes, contents)
+
+            def write(file: BinaryIO) -> None:
+                files.write_parts(file, stored, tied, metadata, lambda name: stored[name].data)
+                file.flush()
+                os.fsync(file.fileno())
+                file.seek(0)
+                file.write(files.header(stored, tied, metadata | {"digest": digesting.result().digest}))
+
+            write_durably(self.path(epoch, version), write)
+            return digesting.result()
+
+    def _full_event(self, state: State, epoch: int, version: int, step: int) -> WeightsPublished:
+        path = self.path(epoch, version)
         stored, _ = files.split_tied(state.contents)
         nbytes = sum(tensor.data.nbytes for tensor in stored.values())
-        return self._event(state, path, nbytes, epoch=epoch, version=version, step=step)
+        event = self._event(state, path, nbytes, epoch=epoch, version=version, step=step)
+        if self._adapted is None:
+            return event
+        base_digest, scaling = self._adapted
+        return msgspec.structs.replace(event, kind=LORA, base_digest=base_digest, scaling=scaling)
 
     def _as_delta(
         self, last: _Last | None, state: State, epoch: int, version: int, step: int
@@ -143,7 +189,7 @@ class WeightStore:
             step=step,
             digest=state.digest,
             uris={"disk": self._uri(path)},
-            tensors=[_info(name, tensor) for name, tensor in state.contents.items()],
+            tensors=_infos(state.contents),
             nbytes=nbytes,
             published_ms=self._clock(),
         )
@@ -253,5 +299,9 @@ def verify(path: Path, digest: str) -> None:
         raise WeightsError(f"{path}: digest {held}, expected {digest}")
 
 
-def _info(name: str, tensor: RawTensor) -> TensorInfo:
-    return TensorInfo(name, list(tensor.shape), tensor.dtype, tensor.data.nbytes)
+def _infos(tensors: Mapping[str, RawTensor]) -> list[TensorInfo]:
+    _, tied = files.split_tied(tensors)
+    return [
+        TensorInfo(name, list(tensor.shape), tensor.dtype, tensor.data.nbytes, tied.get(name, ""))
+        for name, tensor in tensors.items()
+    ]

@@ -114,6 +114,14 @@ def item_bytes(dtype: str) -> int:
     return _ITEM_BYTES[dtype]
 
 
+def word_of(dtype: Any) -> str:
+    """`torch.float32` or `float32` → `F32`. Raises WeightsError for a dtype that has no word."""
+    word = _WORDS.get(str(dtype).removeprefix("torch."))
+    if word is None:
+        raise WeightsError(f"dtype {dtype} has no place in a safetensors file")
+    return word
+
+
 def dtype_name(word: str) -> str:
     """`F32` → `float32`: the name in torch and numpy. Raises WeightsError for an unknown word."""
     item_bytes(word)
@@ -134,13 +142,19 @@ def raw(tensor: Any) -> RawTensor:
     raise WeightsError(f"weights must be numpy arrays or torch tensors, got {type(tensor).__name__}")
 
 
-def snapshot(tensors: Mapping[str, Any]) -> dict[str, Any]:
+class Snapshot(dict[str, Any]):
+    """Tensors by name, copied to main memory: no step changes them, so that nobody needs to copy them again."""
+
+
+def snapshot(tensors: Mapping[str, Any]) -> Snapshot:
     """Copies in main memory that later steps do not change. What is tied stays tied.
 
     They lie one after the other in one piece of memory, so that a broadcast can send many of them as they are.
     """
+    if isinstance(tensors, Snapshot):
+        return tensors
     copies: dict[tuple[Any, ...], Any] = {}
-    taken = {}
+    taken = Snapshot()
     room = np.empty(sum(_room_for(tensor) for tensor in tensors.values()), np.uint8)
     at = 0
     for name, tensor in tensors.items():
@@ -191,24 +205,34 @@ def write_parts(
 
     `tied`: name that is not stored → name that holds its bytes.
     """
-    # Widest dtypes first keeps each tensor aligned to its items, as readers that map the file expect.
-    order = sorted(stored, key=lambda name: (-item_bytes(stored[name].dtype), name))
+    order = _order(stored)
+    text = header(stored, tied, metadata)
+    file.write(text)
+    for name in order:
+        file.write(data_of(name).data)
+    return len(text) + sum(size_of(stored[name]) for name in order)
+
+
+def header(stored: Mapping[str, Layout], tied: Mapping[str, str], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the tensors of a file."""
     notes = dict(sorted(metadata.items()))
     if tied:
         notes[TIED_KEY] = json.dumps(dict(tied), sort_keys=True)
-    header: dict[str, Any] = {"__metadata__": notes}
+    entries: dict[str, Any] = {"__metadata__": notes}
     at = 0
-    for name in order:
+    for name in _order(stored):
         layout = stored[name]
         end = at + size_of(layout)
-        header[name] = {"dtype": layout.dtype, "shape": list(layout.shape), "data_offsets": [at, end]}
+        entries[name] = {"dtype": layout.dtype, "shape": list(layout.shape), "data_offsets": [at, end]}
         at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
-        file.write(data_of(name).data)
-    return 8 + len(text) + at
+    return len(text).to_bytes(8, "little") + text
+
+
+def _order(stored: Mapping[str, Layout]) -> list[str]:
+    """Widest dtypes first keeps each tensor aligned to its items, as readers that map the file expect."""
+    return sorted(stored, key=lambda name: (-item_bytes(stored[name].dtype), name))
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -272,9 +296,7 @@ def split_tied(tensors: Mapping[str, RawTensor]) -> tuple[dict[str, RawTensor], 
 
 
 def _raw_array(array: NDArray[Any]) -> RawTensor:
-    word = _WORDS.get(array.dtype.name)
-    if word is None:
-        raise WeightsError(f"dtype {array.dtype} has no place in a safetensors file")
+    word = word_of(array.dtype.name)
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     memory = _memory_of_array(array)
@@ -284,11 +306,11 @@ def _raw_array(array: NDArray[Any]) -> RawTensor:
 def _raw_torch(tensor: Any) -> RawTensor:
     import torch  # it is loaded already: a tensor came
 
-    word = _WORDS.get(str(tensor.dtype).removeprefix("torch."))
-    if word is None:
-        raise WeightsError(f"dtype {tensor.dtype} has no place in a safetensors file")
+    word = word_of(tensor.dtype)
     tensor = tensor.detach()
     memory = _memory_of_torch(tensor)
+    if not tensor.numel():  # its strides may be anything
+        return RawTensor(word, tuple(tensor.shape), np.empty(0, np.uint8), memory)
     flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return RawTensor(word, tuple(tensor.shape), flat, memory)
 

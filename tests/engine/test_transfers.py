@@ -1,4 +1,4 @@
-"""Versions by broadcast to engines in processes of their own, over Gloo, and every way in which that fails.
+"""Versions sent to engines in processes of their own, over Gloo and by shared memory, and every way that this fails.
 
 After each failure: the trainer was held up no longer than the deadline, what an engine says it holds is what the
 trainer published, bit for bit, and the next version goes by broadcast to those that are left.
@@ -53,12 +53,13 @@ CONTEXT.set_forkserver_preload(["tests.engine.transfer_daemons"])
 class Fleet:
     """A trainer in this process, and engines in others."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.processes = folder, {}
+    def __init__(self, folder: Path, backend: str) -> None:
+        self.folder, self.backend, self.processes = folder, backend, {}
+        self.way = "ipc" if backend == "ipc" else "distributed"
         self.trainers: list[TestTrainer] = []
 
     def trainer(self, **settings: Any) -> TestTrainer:
-        self.trainers.append(TestTrainer(self.folder, **settings))
+        self.trainers.append(TestTrainer(self.folder, backend=self.backend, **settings))
         return self.trainers[-1]
 
     def start(self, replica: int, fault: Fault | None = None) -> None:
@@ -99,9 +100,12 @@ class Fleet:
             trainer.close()
 
 
+BOTH = pytest.mark.parametrize("engines", ["gloo", "ipc"], indirect=True)
+
+
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Fleet]:
-    made = Fleet(tmp_path)
+def engines(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    made = Fleet(tmp_path, getattr(request, "param", "gloo"))
     try:
         yield made
         for event in made.events(EngineReady):  # never a mixture: what it held then, digested by itself
@@ -116,25 +120,26 @@ def timed(call: Callable[[], Any]) -> float:
     return time.monotonic() - began
 
 
+@BOTH
 def test_versions_come_by_broadcast_to_all_who_are_there_and_one_who_joins_is_in_the_next_group(
     engines: Fleet,
 ) -> None:
     trainer = engines.trainer()
     # nobody is there: no group, no wait
-    assert "distributed" not in trainer.publish(1).uris and trainer.sender.sent is None
+    assert engines.way not in trainer.publish(1).uris and trainer.sender.sent is None
     engines.start(0)
     engines.whole(0)
     first = trainer.publish(2)
     again = trainer.publish(3)
-    assert engines.ways(1, 0) == ["disk"] and engines.ways(2, 0) == engines.ways(3, 0) == ["distributed"]
-    assert first.uris["distributed"] == again.uris["distributed"]
+    assert engines.ways(1, 0) == ["disk"] and engines.ways(2, 0) == engines.ways(3, 0) == [engines.way]
+    assert first.uris[engines.way] == again.uris[engines.way]
     engines.start(1)
     engines.whole(0, 1)
-    assert trainer.publish(4).uris["distributed"] != first.uris["distributed"]
-    assert engines.ways(4, 0, 1) == ["distributed"] * 2
+    assert trainer.publish(4).uris[engines.way] != first.uris[engines.way]
+    assert engines.ways(4, 0, 1) == [engines.way] * 2
     (ended,) = engines.events(TransferGroupEnded)
     assert (ended.group, ended.reason, ended.detail) == (
-        first.uris["distributed"],
+        first.uris[engines.way],
         "membership",
         "new: rollout-1",
     )
@@ -142,7 +147,7 @@ def test_versions_come_by_broadcast_to_all_who_are_there_and_one_who_joins_is_in
     engines.processes[1].terminate()
     engines.processes[0].terminate()
     eventually(lambda: not _candidates(trainer), "no engine to be counted on", 20)
-    assert "distributed" not in trainer.publish(5).uris
+    assert engines.way not in trainer.publish(5).uris
 
 
 def test_o27_an_engine_killed_just_before_a_version_is_named_and_the_next_goes_to_the_others(
@@ -154,7 +159,7 @@ def test_o27_an_engine_killed_just_before_a_version_is_named_and_the_next_goes_t
         engines.start(replica)
     engines.whole(0, 1, 2)
     trainer.publish(4)
-    assert engines.ways(4, 0, 1, 2) == ["distributed"] * 3
+    assert engines.ways(4, 0, 1, 2) == [engines.way] * 3
     engines.signal(2, signal.SIGKILL)
     assert timed(lambda: trainer.publish(5)) <= 15
     sent = trainer.sender.sent
@@ -166,9 +171,10 @@ def test_o27_an_engine_killed_just_before_a_version_is_named_and_the_next_goes_t
     trainer.publish(6)
     sent = trainer.sender.sent
     assert sent is not None and not sent.error and sent.receivers == ["rollout-0", "rollout-1"]
-    assert engines.ways(6, 0, 1) == ["distributed"] * 2
+    assert engines.ways(6, 0, 1) == [engines.way] * 2
 
 
+@BOTH
 def test_o28_a_version_of_which_a_bucket_failed_is_not_acknowledged_before_it_came_whole_from_disk(
     engines: Fleet,
 ) -> None:
@@ -186,9 +192,10 @@ def test_o28_a_version_of_which_a_bucket_failed_is_not_acknowledged_before_it_ca
     assert not any(isinstance(event, EngineReady) and event.version == 5 for event in mine[:failed])
     engines.whole(0, 1)
     trainer.publish(6)
-    assert engines.ways(6, 0, 1) == ["distributed"] * 2
+    assert engines.ways(6, 0, 1) == [engines.way] * 2
 
 
+@BOTH
 def test_weights_that_came_damaged_to_one_engine_are_taken_from_disk_by_it_alone_and_the_group_goes_on(
     engines: Fleet,
 ) -> None:
@@ -198,14 +205,15 @@ def test_weights_that_came_damaged_to_one_engine_are_taken_from_disk_by_it_alone
     engines.start(1)
     engines.whole(0, 1)
     trainer.publish(5)
-    assert engines.ways(5, 0, 1) == ["disk", "distributed"]
+    assert engines.ways(5, 0, 1) == ["disk", engines.way]
     (failed,) = engines.events(EngineFailed)
     assert (failed.engine, failed.reason) == ("rollout-0", "weights_mismatch")
     trainer.publish(6)
-    assert engines.ways(6, 0, 1) == ["distributed"] * 2
+    assert engines.ways(6, 0, 1) == [engines.way] * 2
     assert len(engines.events(TransferGroupFormed)) == 1
 
 
+@BOTH
 def test_an_engine_killed_in_the_middle_of_a_broadcast_takes_no_other_with_it(engines: Fleet) -> None:
     trainer = engines.trainer(deadline_s=10)
     trainer.publish(4)
@@ -218,9 +226,10 @@ def test_an_engine_killed_in_the_middle_of_a_broadcast_takes_no_other_with_it(en
     engines.ready(0, 5)
     engines.whole(0)
     trainer.publish(6)
-    assert engines.ways(6, 0) == ["distributed"]
+    assert engines.ways(6, 0) == [engines.way]
 
 
+@BOTH
 def test_a_frozen_engine_holds_nobody_up_and_catches_up_from_disk_when_it_goes_on(engines: Fleet) -> None:
     trainer = engines.trainer(deadline_s=40)
     trainer.publish(4)
@@ -230,7 +239,7 @@ def test_a_frozen_engine_holds_nobody_up_and_catches_up_from_disk_when_it_goes_o
     began = time.monotonic()
     trainer.publish(5, wait_s=0)
     # while that is on its way a version goes by its file alone, and the trainer does not wait
-    assert "distributed" not in trainer.publish(6, wait_s=0).uris
+    assert engines.way not in trainer.publish(6, wait_s=0).uris
     assert time.monotonic() - began < 3
     engines.ready(0, 6)
     engines.ready(2, 6)
@@ -240,12 +249,12 @@ def test_a_frozen_engine_holds_nobody_up_and_catches_up_from_disk_when_it_goes_o
     assert sent is not None and sent.lost == ["rollout-1"] and "no sign of life of rollout-1" in sent.error
     engines.whole(0, 2)
     trainer.publish(7)
-    assert engines.ways(7, 0, 2) == ["distributed"] * 2
+    assert engines.ways(7, 0, 2) == [engines.way] * 2
     engines.signal(1, signal.SIGCONT)
     assert engines.ready(1, 7).transport == "disk"
     engines.whole(0, 1, 2)
     trainer.publish(8)
-    assert engines.ways(8, 0, 1, 2) == ["distributed"] * 3
+    assert engines.ways(8, 0, 1, 2) == [engines.way] * 3
 
 
 def test_a_frozen_engine_is_cut_off_by_the_deadline_if_that_is_sooner(engines: Fleet) -> None:
@@ -274,25 +283,28 @@ def test_an_engine_that_never_joins_is_named_and_after_three_times_left_out(engi
         engines.ready(1, version)
     engines.whole(0)
     trainer.publish(5)
-    assert engines.ways(5, 0, 1) == ["distributed", "disk"]
+    assert engines.ways(5, 0, 1) == [engines.way, "disk"]
 
 
+@BOTH
 def test_a_trainer_killed_in_the_middle_of_a_broadcast_leaves_engines_whole_for_the_next(
     engines: Fleet,
 ) -> None:
     engines.trainer().publish(1)
     engines.start(0)
     engines.whole(0)
-    dying = CONTEXT.Process(target=trainer_that_dies, args=(str(engines.folder), 2), daemon=True)
+    dying = CONTEXT.Process(
+        target=trainer_that_dies, args=(str(engines.folder), 2, engines.backend), daemon=True
+    )
     dying.start()
     dying.join(60)
     assert dying.exitcode == -signal.SIGKILL
-    assert engines.ways(2, 0) == ["distributed"]
+    assert engines.ways(2, 0) == [engines.way]
     assert engines.ways(3, 0) == ["disk"]  # its file was there before the broadcast began
     trainer = engines.trainer()
     engines.whole(0)
     trainer.publish(4)
-    assert engines.ways(4, 0) == ["distributed"]
+    assert engines.ways(4, 0) == [engines.way]
 
 
 # ---------------------------------------------------------------- a whole run

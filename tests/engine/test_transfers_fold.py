@@ -9,7 +9,7 @@ import pytest
 
 from engine.config import build_config
 from engine.interfaces import EngineError
-from engine.rollout.receiving import Join, Leave, Receive, Transfers
+from engine.rollout.receiving import Join, Leave, Receive, Transfers, sent_by
 from engine.rollout.scripted import ScriptedEngine
 from streams.errors import ConfigError
 from streams.events import TransferGroupEnded, TransferGroupFormed, WeightsPublished
@@ -79,10 +79,38 @@ def test_an_engine_of_no_ranks_refuses_and_a_configuration_that_asks_for_it_is_r
     assert engine.n_ranks == 0
     with pytest.raises(EngineError, match="takes versions from disk"):
         asyncio.run(engine.receive(published(1, "a"), "a", 1 << 16))
-    table = {"data": {"path": "x"}, "reward": {"function": "exact"}, "weights": {"transport": "distributed"}}
-    for rollout, words in (
-        ({"backend": "scripted"}, "a scripted engine takes versions from disk alone"),
-        ({"backend": "torch", "decode": "continuous"}, 'set rollout.decode = "batched"'),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            build_config({**table, "model": {"path": "m"}, "rollout": rollout})
+    table = {"data": {"path": "x"}, "reward": {"function": "exact"}, "model": {"path": "m"}}
+    for transport in ("distributed", "ipc"):
+        for rollout, words in (
+            ({"backend": "scripted"}, f'"{transport}".*a scripted engine takes versions from disk alone'),
+            ({"backend": "torch", "decode": "continuous"}, f'"{transport}".*set rollout.decode = "batched"'),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                build_config({**table, "weights": {"transport": transport}, "rollout": rollout})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rollout": {"backend": "sglang"}}, "a server unpickles what comes that way"),
+        ({"model": {"path": "m", "device": "musa"}}, "between processes on CPUs or on CUDA devices"),
+        ({"weights": {"transport": "ipc", "backend": "gloo"}}, "no library of broadcasts is used there"),
+    ],
+)
+def test_where_ipc_cannot_be_it_is_refused_with_what_to_set_instead(
+    change: dict[str, Any], words: str
+) -> None:
+    table = {"data": {"path": "x"}, "reward": {"function": "exact"}, "model": {"path": "m"}}
+    table["weights"] = {"transport": "ipc"}
+    assert build_config(table).weights.transport == "ipc"
+    with pytest.raises(ConfigError, match=words):
+        build_config({**table, **change})
+
+
+def test_a_version_sent_by_ipc_is_received_as_one_that_is_broadcast(log: MemoryLog) -> None:
+    transfers = Transfers(log, TOPICS, "rollout-0")
+    put(log, TOPICS, "fleet", formed("a", "rollout-0"))
+    event = WeightsPublished(epoch=0, version=1, step=1, digest="d", uris={"disk": "v1", "ipc": "a"})
+    (_, receive) = transfers.catch_up([event], 0)
+    assert isinstance(receive, Receive) and receive == Receive(event, "a") and receive.transport == "ipc"
+    assert sent_by(published(1)) == ("", "") and sent_by(published(1, "g")) == ("distributed", "g")

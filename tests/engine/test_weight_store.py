@@ -35,8 +35,11 @@ ARRAYS = {
 }
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
+@pytest.fixture(params=["small", "large"])
+def store(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> WeightStore:
+    """Large versions are written while they are digested; nobody can tell by what comes of it."""
+    if request.param == "large":
+        monkeypatch.setattr(store_module, "_LARGE", 0)
     return WeightStore(tmp_path / "weights", keep=2, clock=lambda: 1234)
 
 
@@ -160,6 +163,7 @@ def test_tied_weights_are_stored_once_and_come_back_tied(store: WeightStore):
     tensors = {"wte.weight": embedding, "norm": torch.ones(2), "head.weight": embedding}
     event = store.publish(tensors, epoch=0, version=1, step=1)
     assert event.nbytes == 32 + 8 and [info.name for info in event.tensors] == list(tensors)
+    assert [info.tied for info in event.tensors] == ["", "", "wte.weight"]
     with safetensors.safe_open(store.path(0, 1), "numpy") as file:
         assert sorted(file.keys()) == ["norm", "wte.weight"]
     held = read(store.path(0, 1), "torch")

@@ -28,7 +28,7 @@ from engine.rollout.receiving import GroupReceiver, on_a_thread
 from engine.rollout.scripted import ScriptedEngine
 from engine.rollout.worker import RolloutWorker
 from engine.tasks import get_task, tiny
-from engine.weights import collective
+from engine.weights import collective, shared
 from engine.weights.membership import Members
 from engine.weights.sender import Sender
 from engine.weights.store import WeightStore, digest
@@ -44,9 +44,8 @@ BUCKET_BYTES = 8 << 20
 
 
 class Fault(NamedTuple):
-    kind: (
-        str  # "kill", "stop": this process, in a bucket; "raise"; "corrupt": one bit of what came; "no_join"
-    )
+    # "kill", "stop": this process, in a bucket; "raise"; "corrupt": one bit of what came; "no_join"
+    kind: str
     version: int = -1
     bucket: int = 1
 
@@ -98,27 +97,36 @@ class Holder(ScriptedEngine):
 
 
 def _at_bucket(fault: Fault) -> None:
-    """From the next broadcast on, count buckets and do it at that one."""
-    group_class: Any = collective.Group
-    start, count = group_class.start, iter(range(1 << 30))
+    """From the next bucket on, count them and do it at that one, in any kind of group."""
+    places: list[Any] = [collective.Group, shared.Reader, shared.Owner]
+    starts = [getattr(place, word) for place, word in zip(places, _STARTS, strict=True)]
+    count = iter(range(1 << 30))
 
-    def broken(self: Any, tensor: Any, *limits: Any) -> Callable[[], None]:
-        if next(count) != fault.bucket:
-            return start(self, tensor, *limits)
-        group_class.start = start
-        if fault.kind in ("kill", "stop"):
-            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-        if fault.kind == "raise":
-            raise collective.TransferError("no memory for this bucket")
-        waits = start(self, tensor, *limits)
+    def broken_by(start: Callable[..., Any]) -> Callable[..., Any]:
+        def broken(self: Any, tensor: Any, *limits: Any) -> Any:
+            if next(count) != fault.bucket:
+                return start(self, tensor, *limits)
+            for place, word, whole in zip(places, _STARTS, starts, strict=True):
+                setattr(place, word, whole)
+            if fault.kind in ("kill", "stop"):
+                os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+            if fault.kind == "raise":
+                raise collective.TransferError("no memory for this bucket")
+            waits = start(self, tensor, *limits)
 
-        def corrupt() -> None:
-            waits()
-            tensor[7] ^= 1
+            def corrupt() -> None:
+                waits()
+                tensor[7] ^= 1
 
-        return corrupt if fault.kind == "corrupt" else waits
+            return corrupt if fault.kind == "corrupt" else waits
 
-    group_class.start = broken
+        return broken
+
+    for place, word, start in zip(places, _STARTS, starts, strict=True):
+        setattr(place, word, broken_by(start))
+
+
+_STARTS = ("start", "start", "_post")  # what begins a bucket in a Group, in a Reader and in an Owner
 
 
 def rollout(folder: str, replica: int, fault: Fault | None) -> None:
@@ -181,10 +189,10 @@ class TestTrainer:
         self.log.close()
 
 
-def trainer_that_dies(folder: str, version: int) -> None:
+def trainer_that_dies(folder: str, version: int, backend: str) -> None:
     """A trainer that publishes `version` to a group and is killed in its second bucket."""
     _set_up(folder, "trainer")
-    trainer = TestTrainer(Path(folder))
+    trainer = TestTrainer(Path(folder), backend=backend)
     eventually(lambda: _candidates(trainer), "an engine to be there")
     trainer.publish(version)
     assert trainer.sender.sent is not None and not trainer.sender.sent.error
@@ -217,11 +225,13 @@ def fleet(log: EventLog) -> list[Any]:
 
 
 # ---------------------------------------------------------------- a whole run
-def tiny_run(folder: Path) -> Config:
-    """A run directory of a few synchronous steps of a tiny model that was never trained, with two engines."""
+def tiny_run(
+    folder: Path, *, steps: int = 6, max_weight_staleness: int = 0, transport: str = "distributed"
+) -> Config:
+    """A run directory of a few steps of a tiny model that was never trained, with two engines."""
     task = get_task("guess")
     overrides = [
-        'weights.transport="distributed"',
+        f'weights.transport="{transport}"',
         "weights.bucket_bytes=65536",
         "weights.transfer_deadline_s=60",
         "rollout.replicas=2",
@@ -231,7 +241,9 @@ def tiny_run(folder: Path) -> Config:
         "trainer.num_steps_per_rollout=1",
         "trainer.global_batch_size=8",
     ]
-    config = demo_config(task, folder, max_steps=6, max_weight_staleness=0, overrides=overrides)
+    config = demo_config(
+        task, folder, max_steps=steps, max_weight_staleness=max_weight_staleness, overrides=overrides
+    )
     folder.mkdir()
     write_rows(folder / "prompts.jsonl", task.rows(seed=1))
     write_rows(folder / "held_out.jsonl", task.held_out(4, 1))
