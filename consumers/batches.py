@@ -182,6 +182,13 @@ def cut_group(partition: int, offset: int, event: GroupCompleted, rule: Rule) ->
         )
         staleness = verdict.staleness if verdict.accepted else -1
         members.append(
-            CutMember(member.uid, member.trajectory_offset, member.reward, staleness, verdict.n_trainable)
+            CutMember(
+                member.uid,
+                member.trajectory_offset,
+                member.reward,
+                staleness,
+                verdict.n_trainable,
+                member.teacher_offset,
+            )
         )
     return CutGroup(event.group_id, event.seq, partition, offset, members)

@@ -7,11 +7,15 @@ are never void. Every reader folds the same way, so all agree on every group's o
 The staleness limit: a `LimitChanged` waits until the next step is one that it is for (`from_step`), and then it is in
 force; a newer one takes the place of one that waits. The fold is in the order of the ledger, so a cut that had read
 it up to here is cut at `limit`, and any later reader finds out the same (replay/ledger.py does so by itself).
+
+A quarantine is of one incarnation of an engine, for good: what it made is refused from the record on, over every
+later epoch too, and what was cut before stays cut.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 from consumers.staleness import Lineage
 from streams import codec
@@ -22,6 +26,7 @@ from streams.events import (
     CheckpointSaved,
     Closing,
     DataEnded,
+    EngineQuarantined,
     EpochStarted,
     Event,
     GroupsDropped,
@@ -39,6 +44,8 @@ from streams.ranges import from_ranges
 from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
+
+RECENT_VERSIONS = 16
 
 
 class Ledger:
@@ -66,9 +73,13 @@ class Ledger:
         self.frontier = 0  # every seq below it has its outcome
         self.closed_above: set[int] = set()
         self.last_cut: BatchCut | None = None
-        self.published: WeightsPublished | None = None  # the newest valid one
+        self.published: WeightsPublished | None = None  # the newest valid one …
+        self.recent: deque[WeightsPublished] = deque(maxlen=RECENT_VERSIONS)  # … and those before it
         self.checkpoints: list[CheckpointSaved] = []
         self.lineage = Lineage()
+        self.quarantined: dict[
+            tuple[str, str], EngineQuarantined
+        ] = {}  # (engine, incarnation) → the first record
         self.ending: RunEnding | None = None
         self.data_ended: DataEnded | None = None
         self.finished: RunFinished | None = None
@@ -145,11 +156,14 @@ class Ledger:
         elif isinstance(event, WeightsPublished):
             self.lineage.published(event.epoch, event.version, event.forked_at)
             self.published = event
+            self.recent.append(event)
             self._untrained_cuts = [cut for cut in self._untrained_cuts if cut[1] >= event.version]
         elif isinstance(event, StepSkipped):
             self._untrained_cuts = [cut for cut in self._untrained_cuts if cut[0] != event.step]
         elif isinstance(event, CheckpointSaved):
             self.checkpoints.append(event)
+        elif isinstance(event, EngineQuarantined):
+            self.quarantined.setdefault((event.engine, event.incarnation), event)
         elif isinstance(event, LimitChanged):
             self.waiting_limit = event
             self._bind_limit()

@@ -76,6 +76,43 @@ def trained_versions_were_served(evidence: Evidence) -> Check:
     return Check("every served version was acknowledged with the published digest", examined, found)
 
 
+def versions_were_acknowledged(evidence: Evidence) -> Check:
+    """No sample carries a version that the very process which made it had not acknowledged.
+
+    Over every kept sample, trained or not, whose process says its incarnation: such a one sends no sample before its
+    EngineReady is in the log. A version that was never published is the trainer's to refuse. By incarnation, since what
+    an engine's former process held says nothing of a restarted one.
+    """
+    published = _published(evidence)
+    found, examined = [], 0
+    for source, uid in evidence.sources.items():
+        version = (source.epoch, source.version)
+        if not source.incarnation or version not in published or not evidence.ready_whole:
+            continue
+        examined += 1
+        if version not in evidence.ready_by.get(source.incarnation, ()):
+            who = f"{source.engine} (incarnation {source.incarnation})"
+            text = f"{uid}: {who} had not acknowledged e{source.epoch}-v{source.version}, with which it generated"
+            found.append(Violation([uid], text))
+    return Check("no sample carries a version that was not acknowledged", examined, found)
+
+
+def quarantined_engines_train_no_more(evidence: Evidence) -> Check:
+    """No cut after a quarantine holds a sample of that incarnation."""
+    quarantines = evidence.view.quarantines
+    found, examined = [], 0
+    for offset, cut in evidence.view.cuts if quarantines else ():
+        banned = {(each.engine, each.incarnation) for at, each in quarantines if at < offset}
+        for group in cut.groups if banned else ():
+            for member in group.members:
+                sample = evidence.samples[group.partition, member.trajectory_offset]
+                examined += 1
+                if not sample.problem and (sample.engine, sample.incarnation) in banned:
+                    text = f"{member.uid}: trained in step {cut.step} though {sample.engine} was quarantined before"
+                    found.append(Violation([member.uid, group.group_id], text))
+    return Check("nothing of a quarantined engine is trained", examined, found)
+
+
 def _published(evidence: Evidence) -> dict[tuple[int, int], set[str]]:
     """(epoch, version) → digests, of every record: what an epoch published before it was fenced was served too."""
     found: dict[tuple[int, int], set[str]] = {}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.telemetry import SUMS
+from consumers.telemetry import SUMS, recorded_sums
 from replay.records import entries
 from streams.events import BatchCut, Event, Metrics, StepMeasured, StepSkipped, WeightsPublished
 from streams.log import EventLog, Record
@@ -37,7 +37,7 @@ class RecordedStep(NamedTuple):
     digest: str = ""  # of the weights after it; "" where this version was not published
     metrics: Mapping[str, float] | None = None  # None: the step was not measured
     sums: NDArray[np.float64] | None = (
-        None  # [S, 10], columns of consumers.telemetry.SUMS; None: not recorded
+        None  # [S, 12], columns of consumers.telemetry.SUMS; None: not recorded
     )
     skipped: str = ""  # why it changed nothing
 
@@ -53,7 +53,7 @@ class MadeAgain(NamedTuple):
     version: int  # of the weights after it
     digest: str  # of the weights after it; "" where nobody asked
     metrics: Mapping[str, float]
-    sums: NDArray[np.float64]  # [S, 10]; [0, 10] of a backend without log-probs
+    sums: NDArray[np.float64]  # [S, 12]; [0, 12] of a backend without log-probs
     skipped: str = ""
 
 
@@ -89,7 +89,7 @@ def recorded_steps(
             cut,
             digest="" if step in skipped else digests.get(cut.version + 1, ""),
             metrics=event.values if event is not None else plain.get(step),
-            sums=None if event is None else _sums(event),
+            sums=None if event is None else recorded_sums(event),
             skipped=skipped.get(step, ""),
         )
     return found
@@ -148,11 +148,13 @@ def _sample_differences(recorded: RecordedStep, redone: MadeAgain) -> list[Diffe
     then, now = recorded.sums, redone.sums
     if then is None or then.shape != now.shape:
         return []
-    rows = np.flatnonzero((then.view(np.uint64) != now.view(np.uint64)).any(axis=1))
+    differ = then.view(np.uint64) != now.view(np.uint64)
+    differ[:, np.isnan(then).all(axis=0)] = False  # a column that the writer did not know
+    rows = np.flatnonzero(differ.any(axis=1))
     if not len(rows):
         return []
     row = rows[0]
-    column = int(np.flatnonzero(then[row].view(np.uint64) != now[row].view(np.uint64))[0])
+    column = int(np.flatnonzero(differ[row])[0])
     more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
     text = (
         f"sample {recorded.uids[row]}{more}: {SUMS[column]} was {float(then[row, column])!r}, "
@@ -184,10 +186,3 @@ def _measurements(
         elif isinstance(event, Metrics) and event.source == "trainer" and event.step in cuts:
             plain.setdefault(event.step, []).append(event.values)
     return measured, {step: values[0] for step, values in plain.items() if len(values) == 1}
-
-
-def _sums(event: StepMeasured) -> NDArray[np.float64] | None:
-    """The table of a StepMeasured; None where a newer or older writer has other columns."""
-    if tuple(event.names) != SUMS or len(event.sums) != 8 * event.n_samples * len(SUMS):
-        return None
-    return np.frombuffer(event.sums, "<f8").reshape(event.n_samples, len(SUMS)).astype(np.float64)

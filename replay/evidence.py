@@ -46,10 +46,20 @@ class Sample(NamedTuple):
     group_id: str = ""
     trainable: Sequence[VersionRun] = ()
     engine: str = ""
+    incarnation: str = ""  # of the engine's daemon; "": not said
     n_response_tokens: int = 0
     digest: str = ""
     problem: str = ""
     gone: bool = False  # removed by retention, or not in the slice: nothing can be said of it any more
+
+
+class Source(NamedTuple):
+    """What made a token."""
+
+    engine: str
+    incarnation: str
+    epoch: int
+    version: int
 
 
 class Completed(NamedTuple):
@@ -77,11 +87,15 @@ class Evidence(NamedTuple):
     dispatches: list[Dispatch]  # first dispatches and skipped rows, copies included
     dispatches_whole: bool  # retention has removed none of them, and the slice has them all
     samples: dict[Place, Sample]  # every trajectory that a valid cut refers to
+    sources: dict[
+        Source, str
+    ]  # of the trainable tokens of every kept trajectory, trained or not → the first's uid
     completed: dict[Place, Completed | None]  # every group record that a valid cut refers to; None: gone
     terminal: list[list[tuple[int, int]]]  # per partition of `groups`: (offset, seq) of completed and dropped
     ready: dict[
         str, dict[tuple[int, int], str]
     ]  # engine → (epoch, version) that it reported → digest it held
+    ready_by: dict[str, set[tuple[int, int]]]  # incarnation → (epoch, version) that it reported
     ready_whole: bool  # retention has removed no fleet event
     dead: Counter[str]  # "stage: reason" → letters
     letters: list[Letter]
@@ -103,9 +117,11 @@ def gather(log: EventLog, topics: Topics) -> Evidence:
         dispatches=[],
         dispatches_whole=_whole(log, topics),
         samples={},
+        sources={},
         completed={},
         terminal=[],
         ready={},
+        ready_by={},
         ready_whole=kept(log, topics.name("fleet"), 0)[0] == 0,
         dead=Counter(),
         letters=[],
@@ -116,9 +132,8 @@ def gather(log: EventLog, topics: Topics) -> Evidence:
         if not _read_tasks(log, topics, partition, found):
             found = found._replace(dispatches_whole=False)
         _read_groups(log, topics, partition, wanted_groups.get(partition, set()), found)
-    for partition, wanted in wanted_samples.items():
-        for offset, entry in entries_at(log, topics.name("trajectories"), partition, wanted):
-            found.samples[partition, offset] = _sample(entry)
+    for partition in sorted({*range(topics.partitions), *wanted_samples}):
+        _read_trajectories(log, topics, partition, wanted_samples.get(partition, set()), found)
     for entry in entries(log, topics.name("dead"), 0):
         if isinstance(entry.event, DeadLetter):
             found.dead[f"{entry.event.stage}: {entry.event.reason}"] += 1
@@ -127,6 +142,9 @@ def gather(log: EventLog, topics: Topics) -> Evidence:
         if isinstance(entry.event, EngineReady):
             held = found.ready.setdefault(entry.event.engine, {})
             held[entry.event.epoch, entry.event.version] = entry.event.digest
+            if entry.event.incarnation:
+                told = found.ready_by.setdefault(entry.event.incarnation, set())
+                told.add((entry.event.epoch, entry.event.version))
     for entry in ledger:
         _count_problem("ledger", entry.problem, entry.unknown_type, found)
     return found
@@ -208,6 +226,32 @@ def _read_groups(log: EventLog, topics: Topics, partition: int, wanted: set[int]
     found.completed.update({(partition, offset): None for offset in wanted if 0 <= offset < start})
 
 
+def _read_trajectories(
+    log: EventLog, topics: Topics, partition: int, wanted: set[int], found: Evidence
+) -> None:
+    """Each of them once; those that a cut refers to and that are not there are asked for by their place."""
+    topic = topics.name("trajectories")
+    for entry in entries(log, topic, partition):
+        sample = None
+        if entry.offset in wanted:
+            sample = found.samples[partition, entry.offset] = _sample(entry)
+        event = entry.event
+        if isinstance(event, TrajectoryFinished):
+            for epoch, version, _ in sample.trainable if sample is not None else _trainable(event):
+                source = Source(event.engine, event.incarnation, epoch, version)
+                found.sources.setdefault(source, event.uid)
+    missing = [offset for offset in wanted if (partition, offset) not in found.samples]
+    for offset, entry in entries_at(log, topic, partition, missing):
+        found.samples[partition, offset] = _sample(entry)
+
+
+def _trainable(event: TrajectoryFinished) -> Sequence[VersionRun]:
+    try:
+        return columns.trainable_runs(event.versions, columns.decode_mask(event.loss_mask))
+    except (CodecError, InvalidEvent):
+        return ()  # it is refused wherever it is opened
+
+
 def _sample(entry: Entry | None) -> Sample:
     if entry is None:
         return Sample(problem="removed by retention", gone=True)
@@ -222,7 +266,7 @@ def _sample(entry: Entry | None) -> Sample:
     except (CodecError, InvalidEvent) as error:
         return Sample(event.uid, event.group_id, problem=str(error))
     length, digest = len(payload.response_ids), payload_digest(event)
-    return Sample(event.uid, event.group_id, trainable, event.engine, length, digest)
+    return Sample(event.uid, event.group_id, trainable, event.engine, event.incarnation, length, digest)
 
 
 def _letter(log: EventLog, at: int, event: DeadLetter) -> Letter:

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from consumers.telemetry import SUMS, summarize
+from consumers.telemetry import recorded_sums, summarize
 from replay.fields import sums_of
 from replay.texts import SHOWN_ITEMS, Shown, quoted, verbatim
 from streams import columns
@@ -213,10 +213,10 @@ def _measured(event: StepMeasured) -> Fields:
         "samples": event.n_samples,
     }
     try:
-        sums = sums_of(event)
+        sums_of(event)
     except CodecError as error:
         return fields | {"sums": Shown(f"<{error}> {verbatim(event.sums)}")} | _rounded(event.values)
-    if tuple(event.names) == SUMS:
+    if (sums := recorded_sums(event)) is not None:
         gauges = summarize(sums)
         fields |= {name: round(gauges[name], 6) for name in _GAUGES if name in gauges}
     return fields | _rounded(event.values)

@@ -28,6 +28,7 @@ from streams.events import (
     CutGroup,
     DataEnded,
     Drop,
+    EngineQuarantined,
     EpochStarted,
     Event,
     LimitChanged,
@@ -75,6 +76,7 @@ class RunView:
         self.skipped: list[StepSkipped] = []
         self.versions: list[WeightsPublished] = []
         self.checkpoints: list[CheckpointSaved] = []
+        self.quarantines: list[tuple[int, EngineQuarantined]] = []  # (offset, the record)
         self.limits: list[tuple[int, LimitChanged]] = []  # (offset, the record)
         self.paused = False
         self.ending: RunEnding | None = None
@@ -156,6 +158,8 @@ class RunView:
             self.checkpoints.append(event)
         elif isinstance(event, StepSkipped):
             self.skipped.append(event)
+        elif isinstance(event, EngineQuarantined):
+            self.quarantines.append((offset, event))
         elif isinstance(event, LimitChanged):
             self.limits.append((offset, event))
         elif isinstance(event, (Paused, Resumed)):

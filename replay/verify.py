@@ -45,6 +45,8 @@ CHECKS: Sequence[Callable[[Evidence], Check]] = (
     checks.positions_pass_over_nothing,
     checks_versions.versions_never_go_back,
     checks_versions.trained_versions_were_served,
+    checks_versions.versions_were_acknowledged,
+    checks_versions.quarantined_engines_train_no_more,
     checks_versions.checkpoints_follow_the_ledger,
     checks_versions.dead_letters_are_explained,
 )
@@ -113,6 +115,7 @@ def _notes(evidence: Evidence) -> dict[str, int]:
         "steps": len(view.cuts),
         "steps skipped": len(view.skipped),
         "epochs of the trainer": len(view.epochs),
+        "engines quarantined": len({(each.engine, each.incarnation) for _, each in view.quarantines}),
         "void ledger records": len(view.void),
         "copies of groups passed over": view.duplicates,
         "copies of dispatches": len(evidence.dispatches) - len({d.group_id for d in evidence.dispatches}),

@@ -3,7 +3,7 @@
 What the reward would have become under B cannot be known from the log: B's policy never sampled. What can be known is
 how B's policy sees samples that it has not trained on yet, since every step is measured before its update:
 
-    learnt = 1/N Σ_i A_i Σ_t (log π(token t of sample i) − log μ(the same))
+    learnt = 1/N Σ_i A_i Σ_t (log π(token t of sample i) − log μ(the same)),    A_i by GRPO
 
 the advantage-weighted log-ratio in nat per token. It is above 0 when the policy has, since these samples were drawn,
 come to prefer the better ones of each group to the worse, which is what training is for. It compares A with B on the
@@ -46,7 +46,7 @@ class Taken(NamedTuple):
 
     cut: BatchCut  # as it was trained on
     metrics: Mapping[str, float]  # empty: it was skipped
-    sums: NDArray[np.float64]  # [S, 10]; [0, 10] where nothing was measured
+    sums: NDArray[np.float64]  # [S, 12]; [0, 12] where nothing was measured
 
 
 class Compared(NamedTuple):
@@ -82,7 +82,7 @@ def learnt(sums: NDArray[np.float64], advantages: NDArray[np.float64]) -> float:
 
 
 def advantages(cut: BatchCut) -> NDArray[np.float64]:
-    """[S] of a cut's samples, as its step had them."""
+    """[S] of a cut's samples by GRPO, whatever the estimators of the run and of B: one yardstick for both sides."""
     parts = [group_advantages([member.reward for member in group.members]).values for group in cut.groups]
     return np.concatenate(parts).astype(np.float64) if parts else np.zeros(0)
 

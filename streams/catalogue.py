@@ -23,7 +23,7 @@ TOPICS: dict[str, tuple[str, Any]] = {
     "groups": ("collector", events.GroupEvent),
     "ledger": ("trainer; feeder: `data_ended`; command line: limits and pauses", events.LedgerEvent),
     "fleet": ("rollout; trainer: `transfer_group_*`", events.FleetEvent),
-    "metrics": ("all; trainer: `step_measured`", events.MetricsEvent),
+    "metrics": ("all; trainer: `step_measured`, `samples_probed`", events.MetricsEvent),
     "dead": ("all", events.DeadLetter),
 }
 PARTS = (

@@ -36,7 +36,14 @@ from streams import columns
 from streams.checks import MOST_CLAIM_BYTES
 from streams.claim_files import CLAIM, LOST
 from streams.errors import ClaimLost, CodecError, OverCap, RecordTooLarge, SchemaTooNew
-from streams.events import EVENT_TYPES, SCHEMA_MAJOR, SCHEMA_MINOR, Event, TrajectoryFinished
+from streams.events import (
+    EVENT_TYPES,
+    SCHEMA_MAJOR,
+    SCHEMA_MINOR,
+    Event,
+    TeacherScored,
+    TrajectoryFinished,
+)
 from streams.log import NewRecord, Record
 
 MAX_EVENT_BYTES = MOST_CLAIM_BYTES  # of one event, opened; what is stored is never larger
@@ -167,7 +174,7 @@ def _without_value(headers: dict[str, bytes]) -> CodecError:
 
 def _raw_bytes(event: Event) -> int:
     """How many bytes at the end of an event's map are left out of the frame."""
-    if type(event) is TrajectoryFinished and columns.holds_float32(event.logprobs):
+    if isinstance(event, (TrajectoryFinished, TeacherScored)) and columns.holds_float32(event.logprobs):
         return len(event.logprobs)
     return 0
 

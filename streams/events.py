@@ -3,15 +3,16 @@
     tasks         TaskDispatched  TaskSkipped                                 feeder
     trajectories  TrajectoryFinished  RolloutFailed                           rollout
     rewards       RewardAssigned  ScoringFailed                               reward
+                  TeacherScored  TeacherFailed                                teacher
     groups        GroupCompleted  GroupDropped  MembersMissing                collector
     ledger        RunStarted  EpochStarted  BatchCut  GroupsDropped  WeightsPublished  CheckpointSaved
-                  StepSkipped  RunEnding  RunFinished                         trainer
+                  StepSkipped  EngineQuarantined  RunEnding  RunFinished      trainer
                   DataEnded                                                   feeder
                   LimitChanged  Paused  Resumed                               command line
     fleet         EngineJoined  EngineUpdating  EngineReady  EngineFailed  EngineLeft  rollout
                   TransferGroupFormed  TransferGroupEnded                     trainer
     metrics       Metrics                                                     all
-                  StepMeasured                                                trainer
+                  StepMeasured  SamplesProbed                                 trainer
     dead          DeadLetter                                                  all
 
 Stored as MessagePack maps by field name, tag in "type". Rules of change: a new field has a default; a field or tag
@@ -29,7 +30,7 @@ import msgspec
 
 from streams.ranges import Ranges
 
-SCHEMA_MAJOR, SCHEMA_MINOR = 1, 1
+SCHEMA_MAJOR, SCHEMA_MINOR = 1, 2
 
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 VersionRuns = list[tuple[int, int, int]]  # (epoch, version, n_tokens) …
@@ -115,6 +116,7 @@ class TrajectoryFinished(MemberOf, frozen=True, kw_only=True, tag="trajectory_fi
     turns: list[tuple[int, int, str]] = []  # (start, end, "policy" | "environment") over the response
     temperature: float = 1.0
     engine: str = ""
+    incarnation: str = ""  # of the rollout daemon, as in EngineJoined; "": not said
     started_ms: int = 0
     finished_ms: int = 0
     claims: dict[str, tuple[str, int, str]] = {}  # name → (URI, bytes, sha256) of what lies outside the log
@@ -154,6 +156,25 @@ class ScoringFailed(MemberOf, frozen=True, kw_only=True, tag="scoring_failed"):
     trajectory_offset: NonNegative
 
 
+class TeacherScored(MemberOf, frozen=True, kw_only=True, tag="teacher_scored"):
+    """What a teacher model thinks of a sample's tokens. Heavy, and read once: the trainer fetches it by reference."""
+
+    trajectory_offset: NonNegative  # in `trajectories`, same partition
+    payload_digest: str = ""  # as in RewardAssigned
+    teacher: str = ""  # name of the model
+    scoring_s: float = 0.0
+    # Stays the last field, as in TrajectoryFinished.
+    logprobs: bytes  # float [T]: of the T tokens with loss_mask 1, at temperature 1
+
+
+class TeacherFailed(MemberOf, frozen=True, kw_only=True, tag="teacher_failed"):
+    """The teacher cannot score this sample, so it cannot be trained on: never a log-prob of 0."""
+
+    reason: str  # "too_long", "bad_token_id", "bad_logprob", "bad_payload", …
+    detail: str = ""
+    trajectory_offset: NonNegative
+
+
 # ---------------------------------------------------------------- groups
 class Member(msgspec.Struct, frozen=True, kw_only=True):
     """One sample of a completed group, by reference."""
@@ -168,6 +189,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     trainable_versions: VersionRuns = []
     started_ms: int = 0
     finished_ms: int = 0
+    teacher_offset: int = -1  # of its TeacherScored in `rewards`, same partition; -1: the run has no teacher
 
 
 class GroupOf(Event, frozen=True, kw_only=True):
@@ -225,6 +247,7 @@ class CutMember(msgspec.Struct, frozen=True, array_like=True):
     reward: float
     staleness: int
     n_trainable_tokens: int
+    teacher_offset: int = -1  # as in Member
 
 
 class CutGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -277,6 +300,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     shape: list[int]
     dtype: str
     nbytes: int
+    tied: str = ""  # name of the tensor whose bytes it shares; "": its own
 
 
 class WeightsPublished(Event, frozen=True, kw_only=True, tag="weights_published"):
@@ -286,6 +310,7 @@ class WeightsPublished(Event, frozen=True, kw_only=True, tag="weights_published"
     kind: str = "full"  # "full", "delta", "lora"
     base_version: int = -1
     base_digest: str = ""
+    scaling: float = 0.0  # "lora": W = W_base + scaling · B·A
     digest: str
     uris: dict[str, str]  # transport → where, e.g. {"disk": "weights/e1-v7.safetensors"}
     tensors: list[TensorInfo] = []
@@ -312,6 +337,24 @@ class StepSkipped(Event, frozen=True, kw_only=True, tag="step_skipped"):
     version: NonNegative
     reason: str
     detail: str = ""
+
+
+class EngineQuarantined(Event, frozen=True, kw_only=True, tag="engine_quarantined"):
+    """From here on no group with a sample of this incarnation is trained: its log-probs are not the trainer's own.
+
+    Both were taken of the same tokens under the same weights. The incarnation ends; the engine's next one is judged by
+    its own samples.
+    """
+
+    epoch: NonNegative
+    engine: str
+    incarnation: str  # as in TrajectoryFinished
+    step: NonNegative  # the newest one whose samples were compared
+    mismatch: float  # nat per token, as engine/trainer/mismatch.py works it out
+    limit: float  # rollout.max_logprob_mismatch, nat per token
+    n_samples: NonNegative  # that were compared
+    n_tokens: NonNegative
+    at_ms: int = 0
 
 
 class RunEnding(Event, frozen=True, kw_only=True, tag="run_ending"):
@@ -361,6 +404,7 @@ class EngineJoined(Event, frozen=True, kw_only=True, tag="engine_joined"):
     pid: int = 0
     n_ranks: NonNegative = 0  # that it brings to a transfer group; 0: it takes versions from disk alone
     device: str = ""  # of those ranks: "cpu", "cuda", "musa"
+    incarnation: str = ""  # of its daemon, unique over the life of a run; "": not said
     at_ms: int = 0
 
 
@@ -387,6 +431,7 @@ class EngineReady(Event, frozen=True, kw_only=True, tag="engine_ready"):
     stall_s: float = 0.0
     transport: str = ""  # by which it came; "": not said
     checksum: str = ""  # the inference server's own, over the tensors as it holds them; "": it has none
+    incarnation: str = ""  # as in EngineJoined
     at_ms: int = 0
 
 
@@ -452,6 +497,26 @@ class StepMeasured(Event, frozen=True, kw_only=True, tag="step_measured"):
     n_samples: NonNegative
     sums: bytes  # float64 little-endian [n_samples, len(names)]
     values: dict[str, float] = {}  # the backend's metrics; those without a clock replay
+    engines: list[tuple[str, str]] = []  # (engine, incarnation) …
+    # int16 little-endian [n_samples]: place in `engines` of the one that made the sample, if the weights that measured
+    # its tokens are those that sampled them, so that a difference is no policy lag; else −1
+    compared: bytes = b""
+    at_ms: int = 0
+
+
+class SamplesProbed(Event, frozen=True, kw_only=True, tag="samples_probed"):
+    """A few samples of a step, measured once more: under the weights that sampled them, not those that trained them."""
+
+    epoch: NonNegative
+    step: NonNegative
+    weights_epoch: NonNegative  # with `version`: of the weights
+    version: NonNegative
+    uids: list[str]
+    engines: list[tuple[str, str]]  # as in StepMeasured, and so is what follows
+    compared: bytes
+    names: list[str]
+    n_samples: NonNegative
+    sums: bytes
     at_ms: int = 0
 
 
@@ -472,7 +537,7 @@ class DeadLetter(Event, frozen=True, kw_only=True, tag="dead_letter"):
 
 TaskEvent = TaskDispatched | TaskSkipped
 TrajectoryEvent = TrajectoryFinished | RolloutFailed
-RewardEvent = RewardAssigned | ScoringFailed
+RewardEvent = RewardAssigned | ScoringFailed | TeacherScored | TeacherFailed
 GroupEvent = GroupCompleted | GroupDropped | MembersMissing
 LedgerEvent = (
     RunStarted
@@ -482,6 +547,7 @@ LedgerEvent = (
     | WeightsPublished
     | CheckpointSaved
     | StepSkipped
+    | EngineQuarantined
     | RunEnding
     | RunFinished
     | DataEnded
@@ -489,7 +555,7 @@ LedgerEvent = (
     | Paused
     | Resumed
 )
-MetricsEvent = Metrics | StepMeasured
+MetricsEvent = Metrics | StepMeasured | SamplesProbed
 FleetEvent = (
     EngineJoined
     | EngineUpdating

@@ -32,6 +32,8 @@ class Payload(NamedTuple):
     logprobs: NDArray[np.float32]  # [L], 0 where the mask is False
     loss_mask: NDArray[np.bool_]  # [L]
     versions: list[VersionRun]  # over L
+    engine: str = ""
+    incarnation: str = ""  # of the engine's daemon
 
 
 class SampleData(msgspec.Struct, kw_only=True):
@@ -62,9 +64,13 @@ class SampleData(msgspec.Struct, kw_only=True):
 
 
 def pack(
-    sample: SampleData, *, progress: Progress | None = None, logprob_format: LogprobFormat = "float32"
+    sample: SampleData,
+    *,
+    progress: Progress | None = None,
+    logprob_format: LogprobFormat = "float32",
+    incarnation: str = "",
 ) -> TrajectoryFinished:
-    """Check a sample and make its event.
+    """Check a sample and make its event. `incarnation` is that of the daemon that had it generated.
 
     Raises InvalidEvent with reason `length_mismatch`, `missing_logprob`, `nonfinite_logprob`,
     `positive_logprob`, `no_tokens`, `bad_token_id`, `bad_mask` or `unknown_version`.
@@ -107,6 +113,7 @@ def pack(
         turns=sample.turns,
         temperature=sample.temperature,
         engine=sample.engine,
+        incarnation=incarnation,
         started_ms=sample.started_ms,
         finished_ms=sample.finished_ms,
     )
@@ -141,7 +148,8 @@ def open_payload(event: TrajectoryFinished) -> Payload:
     if columns.holds_float32(event.logprobs):  # fixed point holds nothing that is not finite and ≤ 0
         logprobs = _checked(logprobs, mask, uid)
     _check_versions(event.versions, count, uid)
-    return Payload(prompt_ids, response_ids, columns.spread(logprobs, runs), mask, list(event.versions))
+    return Payload(prompt_ids, response_ids, columns.spread(logprobs, runs), mask, list(event.versions),
+                   event.engine, event.incarnation)  # fmt: skip
 
 
 def _ids(values: Any, what: str, uid: str) -> NDArray[np.integer]:

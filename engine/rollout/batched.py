@@ -37,6 +37,7 @@ from engine.rollout.loading import (
 from engine.rollout.receiving import GroupReceiver, on_a_thread
 from engine.rollout.torch_decoder import Decoder, Outcome, Request
 from engine.rollout.torch_model import ServedModel
+from engine.weights.lora import Base
 from streams.events import TransferGroupFormed, WeightsPublished
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class BatchedEngine:
         self.name, self.seed = name, seed
         self.pause_mode: PauseMode = pause_mode
         self._model = ServedModel(folder, dtype=dtype, device=device, attn_implementation=attn_implementation)
-        self._loader = Loader("torch")
+        self._loader = Loader("torch", Base(folder))
         self.device = self._model.device.type
         self._receiver = GroupReceiver(str(self._model.device))
         self._decoder = Decoder(self._model, max_forward_tokens=max_forward_tokens)
@@ -152,7 +153,7 @@ class BatchedEngine:
         self, published: WeightsPublished, group: str, bucket_bytes: int
     ) -> dict[str, torch.Tensor]:
         tensors = self._receiver.receive(published, group, bucket_bytes)
-        checked = self._model.check(tensors)
+        checked = self._model.check(self._loader.whole(published, tensors))
         self._loader.took(published, tensors)
         return checked
 

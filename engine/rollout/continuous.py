@@ -39,6 +39,7 @@ from engine.rollout.loading import (
     weights_id,
 )
 from engine.rollout.torch_model import ServedModel
+from engine.weights.lora import Base
 from streams.columns import VersionRun
 from streams.errors import ConfigError
 from streams.events import WeightsPublished
@@ -123,7 +124,7 @@ class ContinuousEngine(DiskOnly):
             torch.set_num_threads(threads)
         self.name, self.pause_mode, self._temperature = name, pause_mode, temperature
         self._model = ServedModel(folder, dtype=dtype, device=device, attn_implementation=attn_implementation)
-        self._loader = Loader("torch")
+        self._loader = Loader("torch", Base(folder))
         self._manager = _manager(self._model, temperature, seed, max_concurrency, max_cached_tokens)
         self._held: WeightsId | None = None
         self._closed = False

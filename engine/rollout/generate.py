@@ -2,9 +2,9 @@
 
     async def generate(context: GenerateContext, task: TaskDispatched, index: int) -> SampleData
 
-Built in: `single_turn` (one call of the engine), `multi_turn` (a loop with an environment), and
-`engine.rollout.generate:guess` (the demo's game). One's own is named "module:function"; a function written for
-Miles or Slime, `async def f(args, sample, sampling_params)`, runs through engine/rollout/foreign.py.
+Built in: `single_turn` (one call of the engine), `multi_turn` (a loop with an environment), `given` (the dataset's own
+responses, for supervised training), and `guess` (the demo's game). One's own is named "module:function"; a function
+written for Miles or Slime, `async def f(args, sample, sampling_params)`, runs through engine/rollout/foreign.py.
 
 A function may be called again for the same member, with another `request_id`, after `Aborted` (the weights changed
 in pause mode "abort") or a restart. What it raises becomes the member's RolloutFailed, never a reward of 0.
@@ -23,6 +23,7 @@ from consumers.rewards.load import resolve
 from consumers.runner import Clock, now_ms
 from engine.interfaces import Completion, RolloutEngine, Sampling
 from engine.rollout.episode import Episode
+from engine.rollout.given import given
 from engine.rollout.text import TokenText
 from engine.tasks import guess as game
 from streams.errors import ConfigError, InvalidEvent
@@ -239,7 +240,12 @@ async def guess(context: GenerateContext, task: TaskDispatched, index: int) -> S
 
 
 # ---------------------------------------------------------------- by name
-BUILT_INS: dict[str, Generate] = {"single_turn": single_turn, "multi_turn": multi_turn, "guess": guess}
+BUILT_INS: dict[str, Generate] = {
+    "single_turn": single_turn,
+    "multi_turn": multi_turn,
+    "guess": guess,
+    "given": given,
+}
 
 
 def load_generate(

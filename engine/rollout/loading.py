@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine.interfaces import EngineError, WeightsId
 from streams.events import TransferGroupFormed, WeightsPublished
 
+if TYPE_CHECKING:
+    from engine.weights.lora import Base
+
 # After these the engine serves nobody any more: no fault of a request, and never a RolloutFailed.
 ENGINE_CLOSED, ENGINE_DIED = "engine_closed", "engine_died"
 FATAL = frozenset({ENGINE_CLOSED, ENGINE_DIED})
+
+QUARANTINED = (
+    "quarantined"  # by the trainer: the engine ends, and its daemon's next incarnation is trusted anew
+)
 
 NO_WEIGHTS = "no_weights"
 WEIGHTS_UNREADABLE, WEIGHTS_MISMATCH = "weights_unreadable", "weights_mismatch"
@@ -80,8 +87,10 @@ class Loader:
     very tensors pays no memory for it.
     """
 
-    def __init__(self, framework: Literal["numpy", "torch"]) -> None:
+    def __init__(self, framework: Literal["numpy", "torch"], base: Base | None = None) -> None:
+        """`base`: what adapters (versions of kind "lora") are merged into; None: they are refused."""
         self._framework: Literal["numpy", "torch"] = framework
+        self._base = base
         self._held: _Held | None = None  # the last version
 
     def load(self, published: WeightsPublished, path: Path) -> dict[str, Any]:
@@ -90,8 +99,8 @@ class Loader:
         Tied names share memory. They must not be changed in place: the next delta builds on them. Raises
         EngineError("weights_unreadable") or EngineError("weights_mismatch").
         """
-        if published.kind not in ("full", "delta"):
-            detail = f"version {published.version} is of kind {published.kind!r}, neither full nor a delta"
+        if published.kind not in ("full", "delta", "lora"):
+            detail = f"version {published.version} is of the unknown kind {published.kind!r}"
             raise EngineError(WEIGHTS_UNREADABLE, detail)
         held = self._held
         tensors, digest = self._read(published, path, held)
@@ -106,7 +115,22 @@ class Loader:
             )
         if held is not None or published.kind == "delta":
             self._held = _Held(digest, tensors)
-        return tensors
+        return self.whole(published, tensors)
+
+    def whole(self, published: WeightsPublished, tensors: dict[str, Any]) -> dict[str, Any]:
+        """The model's weights: of an adapter, merged into its base. Raises EngineError("weights_unreadable")."""
+        if published.kind != "lora":
+            return tensors
+        from engine.weights.tensors import WeightsError
+
+        try:
+            if self._base is None:
+                raise WeightsError(
+                    f"version {published.version} is an adapter, which this engine cannot take"
+                )
+            return self._base.merged(published, tensors)
+        except WeightsError as error:
+            raise EngineError(WEIGHTS_UNREADABLE, str(error)) from error
 
     def took(self, published: WeightsPublished, tensors: dict[str, Any]) -> None:
         """The engine took this version by another way; the next delta builds on it."""

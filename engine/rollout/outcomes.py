@@ -2,7 +2,8 @@
 
 sample ─► pack: values that may be trained on? ─► TrajectoryFinished
              └ refused: the whole sample to `dead`, and RolloutFailed(reason)
-                        3 of the last 10: the engine itself is flagged (EngineFailed "bad_samples")
+error with a word of that kind ─► RolloutFailed: seen before there was a sample, by the engine's client for one
+                        3 of either among the last 10: the engine itself is flagged (EngineFailed "bad_samples")
 """
 
 from __future__ import annotations
@@ -26,6 +27,20 @@ from streams.trajectory import SampleData, pack
 logger = logging.getLogger(__name__)
 
 BAD_SAMPLES, OF_LAST = 3, 10  # this many refusals among an engine's last samples flag it
+# Reasons that say that an engine's answer, and not its absence, is what is wrong: the words of streams.trajectory.pack,
+# and an answer that breaks the contract in another way.
+BAD_ANSWERS = frozenset(
+    {
+        "bad_answer",
+        "bad_token_id",
+        "length_mismatch",
+        "missing_logprob",
+        "no_tokens",
+        "nonfinite_logprob",
+        "positive_logprob",
+        "unknown_version",
+    }
+)
 
 
 class Outcomes:
@@ -37,15 +52,16 @@ class Outcomes:
         *,
         name: str,
         engine_name: str,
+        incarnation: str = "",
         flag: Callable[[str, str], None],
         logprob_format: LogprobFormat = "float32",
         clock: Clock = now_ms,
     ) -> None:
         self._publisher, self._name, self._engine_name = publisher, name, engine_name
-        self._flag, self._clock = flag, clock
+        self._incarnation, self._flag, self._clock = incarnation, flag, clock
         self._logprob_format: LogprobFormat = logprob_format
         self._recent: deque[bool] = deque(maxlen=OF_LAST)  # was it refused?
-        self.samples = self.failed = self.refused = 0
+        self.samples = self.failed = self.refused = self.bad_answers = 0
 
     def publish(self, member: Member, sample: SampleData) -> None:
         try:
@@ -53,7 +69,7 @@ class Outcomes:
                 raise InvalidEvent(
                     "bad_sample", f"needed the SampleData of {member.uid}, got {_named(sample)}"
                 )
-            event = pack(sample, logprob_format=self._logprob_format)
+            event = pack(sample, logprob_format=self._logprob_format, incarnation=self._incarnation)
         except InvalidEvent as error:
             self._refuse(member, sample, error)
             return
@@ -63,6 +79,20 @@ class Outcomes:
         self._recent.append(False)
         self.samples += 1
         self._publisher.put(member.lane, member.offset, event)
+
+    def not_made(self, member: Member, reason: str, detail: str, *, is_of_request: bool = False) -> None:
+        """There is no sample: an error of the engine or of the generate function, and nothing to look at.
+
+        An answer that must not be used counts against the engine like a sample that is refused, unless it was the
+        request that could not be right (`is_of_request`).
+        """
+        self.fail(member, reason, detail)
+        if reason not in BAD_ANSWERS or is_of_request:
+            return
+        self.bad_answers += 1
+        logger.error("%s: bad answer of engine %s for %s: %s: %s", self._name, self._engine_name, member.uid, reason,
+                     detail)  # fmt: skip
+        self._count_refusal(reason, detail)
 
     def fail(self, member: Member, reason: str, detail: str, letter: DeadLetter | None = None) -> None:
         self.failed += 1
@@ -95,11 +125,14 @@ class Outcomes:
                      error.detail)  # fmt: skip
         self.refused += 1
         self.fail(member, error.reason, error.detail, letter)
+        self._count_refusal(error.reason, error.detail)
+
+    def _count_refusal(self, reason: str, detail: str) -> None:
         self._recent.append(True)
         refused, seen = sum(self._recent), len(self._recent)
         if refused >= BAD_SAMPLES:
             self._recent.clear()
-            last = f"{error.reason}: {error.detail}"
+            last = f"{reason}: {detail}"
             self._flag(
                 "bad_samples", f"{refused} of the last {seen} samples were refused, the last one for {last}"
             )

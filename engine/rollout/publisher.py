@@ -7,6 +7,9 @@
 Appends are pipelined; an input is finished only when every output of it is acknowledged (DESIGN §4.1), and progress
 is computed when an event is encoded, also the second time. A full log is no failure of a sample: nothing is dropped,
 the worker starts nothing new while `stuck`, and the log line says so.
+
+The guarantee "no sample carries a version that its engine had not acknowledged" ends here: what was put after a gate
+(an EngineReady) is sent only once the gate is in the log, whatever becomes of this process in between.
 """
 
 from __future__ import annotations
@@ -70,13 +73,22 @@ class Lane:
 class _Append:
     """One event on its way. With a lane it is the output of the task at `offset`."""
 
-    __slots__ = ("after", "event", "lane", "offset", "partition", "topic")
+    __slots__ = ("after", "event", "is_gate", "lane", "offset", "partition", "topic")
 
     def __init__(
-        self, topic: str, partition: int, event: Event, lane: Lane | None, offset: int, after: _Append | None
+        self,
+        topic: str,
+        partition: int,
+        event: Event,
+        lane: Lane | None,
+        offset: int,
+        after: _Append | None,
+        *,
+        is_gate: bool = False,
     ) -> None:
         self.topic, self.partition, self.event = topic, partition, event
         self.lane, self.offset, self.after = lane, offset, after
+        self.is_gate = is_gate
 
 
 class _Sent(NamedTuple):
@@ -96,6 +108,8 @@ class Publisher:
         self._retry_s = retry.total_seconds()
         self._queue: queue.SimpleQueue[_Append | _Sent | None] = queue.SimpleQueue()
         self._waiting: list[_Append] = []  # refused for now
+        self._gate: _Append | None = None  # on its way …
+        self._behind: list[_Append] = []  # … and what was put after it
         self._again_at = 0.0
         self._stuck_since: float | None = None
         self._said_at = 0.0
@@ -132,9 +146,9 @@ class Publisher:
             outcome = _Append(self.topics.name("dead"), 0, letter, None, -1, outcome)
         self._put(outcome)
 
-    def tell(self, word: str, event: Event) -> None:
-        """An event for a topic of one partition (fleet, metrics)."""
-        self._put(_Append(self.topics.name(word), 0, event, None, -1, None))
+    def tell(self, word: str, event: Event, *, is_gate: bool = False) -> None:
+        """An event for a topic of one partition (fleet, metrics). Nothing that is put later overtakes a gate."""
+        self._put(_Append(self.topics.name(word), 0, event, None, -1, None, is_gate=is_gate))
 
     def flush(self, timeout: timedelta) -> bool:
         """Wait until everything is acknowledged; False when the time is over."""
@@ -177,6 +191,9 @@ class Publisher:
             if len(fresh) >= _MOST_PER_APPEND:
                 break
             item = self._queue.get_nowait() if not self._queue.empty() else _NOTHING
+        if self._gate is not None:
+            self._behind += fresh
+            fresh = []
         if self._waiting and time.monotonic() >= self._again_at:
             fresh, self._waiting = self._waiting + fresh, []
         if fresh and self._waiting:
@@ -193,6 +210,12 @@ class Publisher:
             return _NOTHING
 
     def _send_all(self, appends: list[_Append]) -> None:
+        """Up to the first gate; the rest follows when that is acknowledged."""
+        gate = next((place for place, append in enumerate(appends) if append.is_gate), None)
+        if gate is not None:
+            self._gate = appends[gate]
+            self._behind = appends[gate + 1 :] + self._behind
+            appends = appends[: gate + 1]
         places: dict[TopicPartition, list[_Append]] = {}
         for append in appends:
             places.setdefault(TopicPartition(append.topic, append.partition), []).append(append)
@@ -246,12 +269,21 @@ class Publisher:
                 append.lane.sample_done(append.offset)
             if append.after is not None:
                 self._put(append.after)
+            if append is self._gate:
+                self._open_gate()
         with self._idle:
             self._open_of.subtract(append.partition for append in appends if append.lane is not None)
             self._open -= len(appends)
             self.published += len(appends)
             if not self._open:
                 self._idle.notify_all()
+
+    def _open_gate(self) -> None:
+        behind, self._gate, self._behind = self._behind, None, []
+        if self._waiting:
+            self._waiting += behind
+        else:
+            self._send_all(behind)
 
     def _send_later(self, appends: list[_Append], error: Exception) -> None:
         now = time.monotonic()

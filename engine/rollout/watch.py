@@ -27,7 +27,7 @@ from consumers.ledger import Ledger
 from consumers.runner import Clock, now_ms
 from engine.interfaces import EngineError, RolloutEngine
 from engine.rollout.loading import FATAL, TRANSFER_FAILED, WEIGHTS_MISMATCH, Locate, weights_id
-from engine.rollout.receiving import TRANSPORT, Action, Join, Leave, Receive
+from engine.rollout.receiving import Action, Join, Leave, Receive, sent_by
 from streams.events import (
     EngineFailed,
     EngineReady,
@@ -64,12 +64,13 @@ class WeightsWatch:
         ledger: Ledger,
         *,
         name: str,
+        incarnation: str = "",
         locate: Locate,
         tell: Tell,
         updated: Callable[[], None],
         clock: Clock = now_ms,
     ) -> None:
-        self.engine, self.ledger, self.name = engine, ledger, name
+        self.engine, self.ledger, self.name, self.incarnation = engine, ledger, name, incarnation
         self.fatal: BaseException | None = None  # the engine can serve no longer
         self.updates = 0
         self.load_s = self.stall_s = 0.0  # of the last update
@@ -80,6 +81,7 @@ class WeightsWatch:
         self._to_do: deque[Receive | Leave] = deque()
         self._matched: WeightsPublished | None = None  # the newest version of which it is known who sends it
         self._told_updating: tuple[object, str] | None = None
+        self._told_ready: set[tuple[int, int]] = set()  # (epoch, version)
         self._closed = False
 
     @property
@@ -92,8 +94,19 @@ class WeightsWatch:
         version = None if held is None else self.ledger.lineage.effective(held.epoch, held.version)
         return -1 if version is None else version
 
+    @property
+    def is_updating(self) -> bool:
+        return self._update is not None and not self._update.done()
+
+    def has_told(self, versions: Any) -> bool:
+        """An EngineReady was told of every one of these version runs; what is no version run says nothing."""
+        try:
+            return {(epoch, version) for epoch, version, _ in versions} <= self._told_ready
+        except (TypeError, ValueError):
+            return True
+
     def keep_current(self) -> None:
-        if self._closed or (self._update is not None and not self._update.done()):
+        if self._closed or self.is_updating:
             return
         if self._to_do or self._wanted() is not None:
             self._update = asyncio.ensure_future(self._follow())
@@ -124,7 +137,7 @@ class WeightsWatch:
         published = self.ledger.published
         if published is None or self.engine.held == weights_id(published):
             return None
-        if self.engine.n_ranks and TRANSPORT in published.uris and published is not self._matched:
+        if self.engine.n_ranks and sent_by(published)[1] and published is not self._matched:
             return None  # `act` is about to say
         return published
 
@@ -187,7 +200,7 @@ class WeightsWatch:
             await self._leave(action.group)
             return
         published, began = action.published, time.monotonic()
-        self._tell_updating(published, TRANSPORT)
+        self._tell_updating(published, action.transport)
         try:
             self.stall_s = await self._receive(published, membership)
         except EngineError as error:
@@ -201,7 +214,7 @@ class WeightsWatch:
             logger.exception("%s: version %d could not be received", self.name, published.version)
             self.fatal = error
         else:
-            self._tell_ready(published, time.monotonic() - began, TRANSPORT)
+            self._tell_ready(published, time.monotonic() - began, action.transport)
 
     async def _receive(self, published: WeightsPublished, membership: _Membership) -> float:
         """Ends early, with an error, when the trainer has given the group up."""
@@ -279,6 +292,7 @@ class WeightsWatch:
         self.load_s = load_s
         self.stood_still_s += self.stall_s
         self.updates += 1
+        self._told_ready.add((published.epoch, published.version))
         self._tell(
             EngineReady(
                 engine=self.engine.name,
@@ -289,6 +303,7 @@ class WeightsWatch:
                 stall_s=self.stall_s,
                 transport=transport,
                 checksum=self.engine.checksum(),
+                incarnation=self.incarnation,
                 at_ms=self._clock(),
             )
         )

@@ -18,6 +18,7 @@ import asyncio
 import heapq
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Mapping
@@ -29,14 +30,22 @@ from consumers.runner import Clock, Patience, Stop, exit_code, now_ms
 from engine.interfaces import EngineError, RolloutEngine, Sampling
 from engine.rollout.generate import Aborted, Generate, GenerateContext, failure_reason
 from engine.rollout.intake import Intake, Member
-from engine.rollout.loading import FATAL, Locate
+from engine.rollout.loading import FATAL, QUARANTINED, Locate
 from engine.rollout.outcomes import Outcomes
 from engine.rollout.publisher import Publisher
 from engine.rollout.receiving import Action, Transfers
 from engine.rollout.text import TokenText
 from engine.rollout.watch import WeightsWatch
 from streams.columns import LogprobFormat
-from streams.events import EngineJoined, EngineLeft, Metrics, WeightsPublished
+from streams.events import (
+    EngineJoined,
+    EngineLeft,
+    EngineQuarantined,
+    EngineReady,
+    Event,
+    Metrics,
+    WeightsPublished,
+)
 from streams.log import EventLog
 from streams.topics import Topics
 from streams.trajectory import SampleData
@@ -85,8 +94,11 @@ class RolloutWorker:
         seed: int = 0,
         on_lost: OnLost = "stop",
         clock: Clock = now_ms,
+        incarnation: str = "",
     ) -> None:
+        """`incarnation` names this process in all that it makes; "": a name of its own, unique over the run's life."""
         self.log, self.topics, self.engine, self.generate = log, topics, engine, generate
+        self.incarnation = incarnation or secrets.token_hex(4)
         self.sampling, self.options, self.seed, self.clock = sampling, dict(options or {}), seed, clock
         self.replica, self.max_concurrency = replica, max_concurrency
         self.task_deadline_s = task_deadline.total_seconds()
@@ -112,8 +124,9 @@ class RolloutWorker:
             engine,
             self.intake.ledger,
             name=self.name,
+            incarnation=self.incarnation,
             locate=locate,
-            tell=lambda event: self.publisher.tell("fleet", event),
+            tell=self._tell_fleet,
             updated=self._updated,
             clock=clock,
         )
@@ -121,14 +134,19 @@ class RolloutWorker:
             self.publisher,
             name=self.name,
             engine_name=engine.name,
+            incarnation=self.incarnation,
             flag=self.watch.tell_failed,
             logprob_format=logprob_format,
             clock=clock,
         )
+        self._told_ranks = engine.n_ranks
         self._room = 2 * max_concurrency  # samples that the intake may bring
         self._waiting: list[Member] = []  # heap
         self._too_new: list[Member] = []  # ask for a version that the engine does not hold yet
         self._running: dict[str, _Running] = {}
+        self._held_back: list[
+            tuple[Member, SampleData]
+        ] = []  # of a version of which no EngineReady was told yet
         self._paused_s = 0.0
         self._is_stopping = False
         self._wake: asyncio.Event | None = None
@@ -158,6 +176,9 @@ class RolloutWorker:
         self.publisher.tell("fleet", self._joined())
         while not stop() and self.intake.ledger.finished is None and self.watch.fatal is None:
             self._raise_errors()
+            if (quarantine := self._quarantine()) is not None:
+                self.watch.tell_failed(QUARANTINED, _why(quarantine))
+                return 1
             self._look_after()
             await self._tick()
         if self.watch.fatal is not None:
@@ -166,6 +187,21 @@ class RolloutWorker:
         if self.intake.ledger.finished is not None:
             logger.info("%s: the run is finished", self.name)
         return 0
+
+    def _tell_fleet(self, event: Event) -> None:
+        if (
+            self.engine.n_ranks != self._told_ranks
+        ):  # of a server that runs already they are known once it is ready
+            self._told_ranks = self.engine.n_ranks
+            self.publisher.tell("fleet", self._joined())
+        self.publisher.tell("fleet", event, is_gate=isinstance(event, EngineReady))
+
+    def _quarantine(self) -> EngineQuarantined | None:
+        """The trainer trusts this incarnation no longer. What it makes is dropped: its supervisor starts it anew."""
+        quarantined = list(self.intake.ledger.quarantined.items())  # the intake's thread adds to it
+        return next(
+            (event for (_, incarnation), event in quarantined if incarnation == self.incarnation), None
+        )
 
     def _joined(self) -> EngineJoined:
         host, pid = socket.gethostname(), os.getpid()
@@ -176,6 +212,7 @@ class RolloutWorker:
             pid=pid,
             n_ranks=self.engine.n_ranks,
             device=self.engine.device,
+            incarnation=self.incarnation,
             at_ms=self.clock(),
         )
 
@@ -197,6 +234,7 @@ class RolloutWorker:
             self._paused_s += now - self._looked_s
         self._looked_s = now
         self.watch.keep_current()
+        self._release()
         self._end_overdue(now)
         self._pump()
         self._report(now)
@@ -212,7 +250,8 @@ class RolloutWorker:
         self.watch.close()
         running = [each.task for each in self._running.values() if each.task is not None]
         if running:
-            wants_them = self.watch.fatal is None and self.intake.ledger.finished is None
+            is_trusted = self.watch.fatal is None and self._quarantine() is None
+            wants_them = is_trusted and self.intake.ledger.finished is None
             _, left = await asyncio.wait(running, timeout=STOP_S if wants_them else 0)
             for task in left:
                 task.cancel()
@@ -259,6 +298,7 @@ class RolloutWorker:
         for member in self._too_new:
             heapq.heappush(self._waiting, member)
         self._too_new.clear()
+        self._release()
         self._pump()
 
     # -- samples
@@ -307,18 +347,30 @@ class RolloutWorker:
             if error.reason in FATAL:
                 self.watch.fatal = self.watch.fatal or error
             else:
-                self.outcomes.fail(member, error.reason, error.detail)
+                self.outcomes.not_made(member, error.reason, error.detail, is_of_request=error.is_of_request)
         except Exception as error:
             reason, detail = failure_reason(error)
             if reason == "generate_error":
                 logger.warning("%s: generating %s failed", self.name, member.uid, exc_info=error)
-            self.outcomes.fail(member, reason, detail)
+            self.outcomes.not_made(member, reason, detail)
         else:
-            if not member.lane.is_lost:  # else it is its partition's new owner who makes this sample
-                self.outcomes.publish(member, sample)
+            self._held_back.append((member, sample))
+            self._release()
         finally:
             self._running.pop(member.uid, None)
             self._pump()
+
+    def _release(self) -> None:
+        """Publish what has ended. While an update runs, a sample may have tokens of a version that the engine takes
+        over in this very moment: it waits until that is told."""
+        held, self._held_back = self._held_back, []
+        for member, sample in held:
+            if member.lane.is_lost:  # it is its partition's new owner who makes this sample
+                continue
+            if self.watch.is_updating and not self.watch.has_told(getattr(sample, "versions", ())):
+                self._held_back.append((member, sample))
+            else:
+                self.outcomes.publish(member, sample)
 
     async def _generate(self, member: Member) -> SampleData:
         attempt = 0
@@ -401,6 +453,7 @@ class RolloutWorker:
             "samples_total": self.outcomes.samples,
             "failed_total": self.outcomes.failed,
             "refused_total": self.outcomes.refused,
+            "bad_answers_total": self.outcomes.bad_answers,
             "aborted_total": self.aborted,
             "overdue_total": self.overdue,
             "updates_total": self.watch.updates,
@@ -417,3 +470,10 @@ class RolloutWorker:
         numbers = {name: float(value) for name, value in values.items()}
         self.publisher.tell("metrics", Metrics(source=self.name, values=numbers, at_ms=self.clock()))
         self.log.commit_hint(self.topics.group("rollout"), self.intake.positions())
+
+
+def _why(event: EngineQuarantined) -> str:
+    return (
+        f"its log-probs are {event.mismatch:.4g} nat per token from the trainer's under the same weights, over "
+        f"rollout.max_logprob_mismatch = {event.limit:g} (step {event.step}, {event.n_samples} samples)"
+    )

@@ -1,6 +1,6 @@
 """How far the policy had moved from the one that sampled, by the age of the sample: the off-policy gauges.
 
-    ledger (who was trained, how old) + StepMeasured (ten sums of each sample) ─► rows ─► gauges of any subset of them
+    ledger (who was trained, how old) + StepMeasured (sums of each sample) ─► rows ─► gauges of any subset of them
 
 At staleness 0 the policies are the same, so what is measured there is the mismatch between engine and trainer. What
 is more at staleness k came from k steps of training: the drift.
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.telemetry import SUMS, summarize
+from consumers.telemetry import SUMS, recorded_sums, summarize
 from replay.ages.history import Step
 from streams.events import StepMeasured
 
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     staleness: NDArray[np.int64]  # [N] of its oldest token that trained
     group_staleness: NDArray[np.int64]  # [N] the largest of its group
     group: NDArray[np.int64]  # [N] a number of its group
-    sums: NDArray[np.float64]  # [N, 10], columns as in consumers.telemetry.SUMS
+    sums: NDArray[np.float64]  # [N, 12], columns as in consumers.telemetry.SUMS
 
     def where(self, chosen: NDArray[np.bool_]) -> Rows:
         return Rows(
@@ -97,13 +97,8 @@ def trained_rows(
 
 
 def _sums(event: StepMeasured | None, n_samples: int) -> NDArray[np.float64] | None:
-    """[S, 10] in the order of SUMS; None where there is none, or it is not of these samples."""
-    if event is None or event.n_samples != n_samples or not set(SUMS) <= set(event.names):
-        return None
-    values = np.frombuffer(event.sums, dtype="<f8")
-    if len(values) != n_samples * len(event.names):
-        return None
-    return values.reshape(n_samples, -1)[:, [event.names.index(name) for name in SUMS]]
+    """[S, 12] in the order of SUMS; None where there is none, or it is not of these samples."""
+    return None if event is None or event.n_samples != n_samples else recorded_sums(event)
 
 
 def by_staleness(rows: Rows) -> list[Gauges]:

@@ -142,11 +142,13 @@ def _costs(report: Report) -> str:
 # gauge of consumers/telemetry.py → its head
 _GAUGES = {
     "mean_abs_log_ratio": "MEAN |LR|",
+    "max_abs_log_ratio": "MAX |LR|",
     "kl_k3": "KL K3",
     "ess_token": "ESS TOKEN",
     "ess_sequence": "ESS SEQUENCE",
     "ratio_outside": "OUTSIDE .8-1.2",
     "clip_fraction": "CLIPPED",
+    "masked_fraction": "MASKED",
 }
 
 

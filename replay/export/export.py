@@ -60,11 +60,13 @@ class Export:
         to: str,
         choice: Choice,
         open_table: OpenTable,
+        estimator: str = "grpo",
         part_bytes: int = PART_BYTES,
         say: Say = lambda text: None,
     ) -> None:
         self._log, self._topics, self._folder = log, topics, folder
         self._to, self._choice, self._open_table = to, choice, open_table
+        self._estimator = estimator  # of the run's advantages
         self._part_bytes, self._progress = part_bytes, _Progress(say)
         self._tables: dict[str, TableFile] = {}
         self._added: Counter[str] = Counter()  # rows of this export, by table
@@ -73,7 +75,7 @@ class Export:
         self._lost = 0
 
     def run(self) -> Exported:
-        outcomes = read_outcomes(self._log, self._topics)
+        outcomes = read_outcomes(self._log, self._topics, self._estimator)
         self._filter = RowFilter(self._choice, outcomes)
         with Locked(self._folder):
             state, goes_on = open_state(

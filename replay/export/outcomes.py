@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.advantages import group_advantages
+from consumers.advantages import of_cut
 from replay.records import Entry, entries
-from streams.events import BatchCut, Closing, EpochStarted, RunFinished, RunStarted, StepSkipped
+from streams.events import BatchCut, Closing, CutGroup, EpochStarted, RunFinished, RunStarted, StepSkipped
 from streams.log import EventLog
 from streams.topics import Topics
 
@@ -48,7 +48,8 @@ class Closed(NamedTuple):
 class Outcomes:
     """Built by `read_outcomes`; valid up to ledger position `end`."""
 
-    def __init__(self) -> None:
+    def __init__(self, estimator: str = "grpo") -> None:
+        self._estimator = estimator
         self.end = 0
         self.began = ""  # which run this is, of all that had its name; "": nothing says so yet
         self.finished = False
@@ -104,9 +105,9 @@ class Outcomes:
             step, at_ms = event.step, event.cut_ms
             self.cut_ms[step] = at_ms
             used = Closed(TRAINED, step, None, None, event.version, at_ms)
-            for group in event.groups:
+            for group, advantages in zip(event.groups, of_cut(event, self._estimator), strict=True):
                 self._groups.setdefault(group.seq, used)
-                self._samples.setdefault(group.partition, _Samples()).add(group)
+                self._samples.setdefault(group.partition, _Samples()).add(group, advantages)
         for drop in event.drops:
             dropped = Closed(DROPPED, None, drop.reason, drop.detail or None, event.version, at_ms)
             self._groups.setdefault(drop.seq, dropped)
@@ -119,9 +120,8 @@ class _Samples:
         self._columns = _empty()
         self._sorted: list[NDArray] = []
 
-    def add(self, group) -> None:
+    def add(self, group: CutGroup, values: NDArray[np.float32]) -> None:
         offsets, staleness, tokens, advantages = self._columns
-        values = group_advantages([member.reward for member in group.members]).values
         for member, advantage in zip(group.members, values, strict=True):
             offsets.append(member.trajectory_offset)
             staleness.append(member.staleness)
@@ -147,9 +147,9 @@ def _empty() -> tuple[array[int], array[int], array[int], array[float]]:
     return array("q"), array("i"), array("q"), array("f")
 
 
-def read_outcomes(log: EventLog, topics: Topics) -> Outcomes:
-    """Fold the ledger up to its present end."""
-    outcomes = Outcomes()
+def read_outcomes(log: EventLog, topics: Topics, estimator: str = "grpo") -> Outcomes:
+    """Fold the ledger up to its present end. `estimator`: of the run's advantages."""
+    outcomes = Outcomes(estimator)
     for entry in ledger_entries(log, topics):
         outcomes.add(entry)
         outcomes.end = entry.offset + 1

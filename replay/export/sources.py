@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from consumers.telemetry import SUMS, summarize
+from consumers.telemetry import recorded_sums, summarize
 from replay.export import outcomes as words
 from replay.export.lookups import Dispatches, Measurements, Verdicts, completions
 from replay.export.outcomes import Outcomes
@@ -30,7 +30,7 @@ from replay.export.tables import (
     VERSIONS,
     Row,
 )
-from replay.fields import sums_of, type_of
+from replay.fields import type_of
 from replay.records import Entry
 from streams import columns
 from streams.errors import CodecError, InvalidEvent
@@ -48,6 +48,8 @@ from streams.events import (
     StepMeasured,
     TaskDispatched,
     TaskSkipped,
+    TeacherFailed,
+    TeacherScored,
     TrajectoryFinished,
     VersionRuns,
     WeightsPublished,
@@ -199,6 +201,8 @@ class Rewards(Source):
         self._verdicts = Verdicts(self.log, self.topics, partition)
 
     def rows(self, partition: int, entry: Entry, event: Event, again: bool) -> Look:
+        if isinstance(event, (TeacherScored, TeacherFailed)):
+            return Look()  # no verdict, and no table of its own
         if not isinstance(event, (RewardAssigned, ScoringFailed)):
             return self._failed(partition, entry, reason="unexpected")
         if self._verdicts.place(event.trajectory_offset) not in (entry.offset, None):
@@ -473,11 +477,10 @@ def _measures(measured: StepMeasured | None) -> dict[str, float] | None:
     if measured is None:
         return None
     values = dict(measured.values)
-    if tuple(measured.names) == SUMS:
-        try:
-            values |= summarize(sums_of(measured))
-        except CodecError:
-            pass  # the values that were recorded as such are still true
+    if (
+        sums := recorded_sums(measured)
+    ) is not None:  # else the values that were recorded as such are still true
+        values |= summarize(sums)
     return values
 
 

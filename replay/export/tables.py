@@ -72,7 +72,11 @@ TABLES = {
                 Column("reward", FLOAT),
                 Column("components", JSON),
                 Column("scoring_failure", TEXT, "reason and detail where there is no reward"),
-                Column("advantage", FLOAT, "that the trainer gave it"),
+                Column(
+                    "advantage",
+                    FLOAT,
+                    "that the run's estimator gave it (`ppo`: its reward, before the critic)",
+                ),
                 Column("staleness", INT, "of its oldest trained token when the batch was cut"),
                 Column("n_trainable_tokens", INT, "that were trained"),
                 Column("prompt", JSON),

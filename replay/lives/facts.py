@@ -330,6 +330,20 @@ class Holder(Part, frozen=True, kw_only=True):
     is_published_digest: bool
     load_s: float
     stall_s: float
+    transport: str = ""  # "": not said
+    checksum: str = ""  # the inference server's own
+    incarnation: str = ""  # of the engine's daemon
+
+
+class Attempt(Part, frozen=True, kw_only=True):
+    """An engine that began to take it, and what came of that."""
+
+    engine: str
+    epoch: int
+    transport: str
+    from_ms: int
+    outcome: str  # "failed: …", "went on to e1-v8 by disk", "left", …; "": under way, or not heard of again
+    until_ms: int | None = None
 
 
 class Generated(Part, frozen=True, kw_only=True):
@@ -354,4 +368,5 @@ class VersionLife(Life, frozen=True, kw_only=True, tag="version"):
     trained_by_step: int | None = None  # the step that started from it
     checkpoint: str = ""
     holders: list[Holder] = []
+    attempts: list[Attempt] = []  # those that did not end in holding it
     generated: list[Generated] = []

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from consumers.telemetry import SUMS, summarize
+from consumers.telemetry import SUMS, recorded_sums, summarize
 from replay.lives.facts import Measured
 from replay.lives.run import RunFacts
 from replay.lives.seek import CLOCKS_MS, Window, place, records_where, type_of
@@ -23,7 +23,7 @@ class StepNumbers(NamedTuple):
 
     values: dict[str, float]  # the backend's, less what StepMeasured and Metrics both say
     metrics: dict[str, float]  # of the trainer's Metrics event
-    sums: NDArray[np.float64] | None = None  # [S, 10], in the order of the cut's members
+    sums: NDArray[np.float64] | None = None  # [S, 12], in the order of the cut's members
     place: str = ""
     at_ms: int = 0
     note: str = ""
@@ -64,14 +64,13 @@ def _opened(cut: BatchCut, record: Record, event: StepMeasured, metrics: dict[st
     if event.n_samples == 0:
         note = "the trainer's backend compares no log-probs, so there is no row for each sample"
         return StepNumbers(event.values, metrics, None, at, event.at_ms, note)
-    size = event.n_samples * len(event.names) * 8
-    if event.n_samples != n_members or list(event.names) != list(SUMS) or len(event.sums) != size:
+    sums = recorded_sums(event)
+    if event.n_samples != n_members or sums is None:
         note = (
             f"{at} has {event.n_samples} rows of {len(event.names)} sums in {len(event.sums)} bytes; the cut has "
             f"{n_members} members, this reader knows {len(SUMS)} sums"
         )
         return StepNumbers(event.values, metrics, None, at, event.at_ms, note)
-    sums = np.frombuffer(event.sums, "<f8").reshape(n_members, len(SUMS))
     return StepNumbers(event.values, metrics, sums, at, event.at_ms)
 
 
@@ -85,5 +84,5 @@ def measured_row(numbers: StepNumbers, row: int) -> Measured | None:
     if numbers.sums is None:
         return None
     sums = numbers.sums[row]
-    named = {name: float(value) for name, value in zip(SUMS, sums, strict=True)}
+    named = {name: float(value) for name, value in zip(SUMS, sums, strict=True) if not np.isnan(value)}
     return Measured(place=numbers.place, sums=named, gauges=summarize(sums[None, :]))

@@ -44,6 +44,11 @@ REASONS: dict[str, Reason] = {
         "trained on.",
         "model.path (longest sequence, vocabulary); the detail says what was wrong",
     ),
+    "quarantined": Reason(
+        "An engine that the trainer has quarantined made one of its samples: the log-probs that it recorded were too "
+        "far from those that the trainer worked out under the same weights. Nothing of that incarnation is trained.",
+        "rollout.max_logprob_mismatch",
+    ),
     "lost": Reason(
         "The collector's record of it was gone (retention or damage) before the trainer had read it.",
         "log.on_lost, log.retention_s, log.retention_bytes",
@@ -57,6 +62,16 @@ REASONS: dict[str, Reason] = {
         "A member never came within the deadline, as often as it was dispatched.",
         f"collector.member_deadline_s, {_AGAIN}",
     ),
+    "teacher_missing": Reason(
+        "A member had its reward, and the teacher's scores of it never came within the deadline.",
+        f"collector.member_deadline_s, teacher.replicas, {_AGAIN}",
+    ),
+    "teacher_too_long": Reason("A member has more tokens than the teacher takes.", "teacher.path"),
+    "teacher_bad_token_id": Reason("A member holds a token that the teacher does not have.", "teacher.path"),
+    "teacher_bad_logprob": Reason(
+        "The teacher gave a member a log-prob that is not finite or above 0; that is never taken for a 0.",
+        "teacher.path, teacher.dtype",
+    ),
     "task_skipped": Reason("Its row of the dataset cannot be used.", "data.path, data.prompt_key"),
     "zero_variance": Reason(
         "All its rewards are equal, so every advantage would be 0 and it would teach nothing.",
@@ -69,6 +84,10 @@ REASONS: dict[str, Reason] = {
     "reward_above_range": Reason(
         "Its mean reward lies above the range that is trained on: too easy.",
         "collector.options.reward_range.high",
+    ),
+    "bad_label": Reason(
+        "The generate function `given` publishes the label of a row as its response, and this one is no response.",
+        "data.path, data.label_key",
     ),
     # reward
     "reward_timeout": Reason(
@@ -106,6 +125,23 @@ REASONS: dict[str, Reason] = {
     ),
     "engine_died": Reason("The engine broke while it was generated.", _AGAIN),
     "engine_closed": Reason("The engine was closed while it was generated.", _AGAIN),
+    "engine_unreachable": Reason(
+        "Nothing answered at the engine's address, or the connection broke.", _AGAIN
+    ),
+    "engine_timeout": Reason(
+        "The engine did not answer in time.", f"rollout.sglang.request_timeout_s, {_AGAIN}"
+    ),
+    "engine_refused": Reason(
+        "The engine's server answered with an error; its words are in the detail.", _AGAIN
+    ),
+    "bad_answer": Reason(
+        "The engine's answer breaks the contract between client and server; the detail names the field.",
+        "three such answers, or refused samples, among the last ten of an engine flag it in fleet",
+    ),
+    "prompt_too_long": Reason(
+        "The prompt leaves no room for an answer in the engine's context.",
+        "rollout.rollout_max_response_len, model.path",
+    ),
     "no_weights": Reason("The engine held no weights yet.", _AGAIN),
     "nonfinite_logprob": Reason(
         "A behaviour log-prob is not finite, so no ratio could be formed.", _GENERATE

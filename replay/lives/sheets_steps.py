@@ -170,6 +170,7 @@ def version_sheet(life: VersionLife) -> Sheet:
         Table("Publications", *_publications(life)),
         Table("What it generated", *_generated(life)),
         Table("Held by", *_holders(life)),
+        Table("Begun, and not taken that way", *_attempts(life)),
         Stretches("Held by, in time", _held(life)),
         Moments("Timeline", life.timeline),
     ]
@@ -228,12 +229,28 @@ def _holders(life: VersionLife) -> tuple[list[str], list[list[str]]]:
             stamp(each.until_ms) if each.until_ms is not None else "now",
             seconds((each.until_ms - each.from_ms) / 1000) if each.until_ms is not None else "-",
             each.ended_by or "-",
+            each.transport or "-",
             f"{each.load_s:.3g} s, stood still {each.stall_s:.3g} s",
             "the published one" if each.is_published_digest else f"ANOTHER: {each.digest[:16]}",
         ]
         for each in life.holders
     ]
-    return ["engine", "version", "from", "until", "for", "then", "loading", "digest"], rows
+    return ["engine", "version", "from", "until", "for", "then", "by", "loading", "digest"], rows
+
+
+def _attempts(life: VersionLife) -> tuple[list[str], list[list[str]]]:
+    rows = [
+        [
+            each.engine,
+            f"e{each.epoch}-v{life.version}",
+            each.transport or "-",
+            stamp(each.from_ms),
+            stamp(each.until_ms) if each.until_ms is not None else "-",
+            each.outcome or "under way, or not heard of again",
+        ]
+        for each in life.attempts
+    ]
+    return ["engine", "version", "by", "from", "until", "what came of it"], rows
 
 
 def _held(life: VersionLife) -> list[Stretch]:

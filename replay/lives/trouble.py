@@ -11,7 +11,14 @@ from replay.lives.reasons import explain
 from replay.lives.seek import FAILED, FINISHED, id_of, place, type_of
 from replay.lives.trail import Trail, events, id_of_letter
 from replay.records import Entry, entry_of
-from streams.events import MembersMissing, RolloutFailed, ScoringFailed, TaskDispatched
+from streams.events import (
+    MembersMissing,
+    RolloutFailed,
+    ScoringFailed,
+    TaskDispatched,
+    TeacherFailed,
+    TeacherScored,
+)
 from streams.log import Record
 
 
@@ -112,7 +119,7 @@ def _entry_copies(trail: Trail) -> Iterator[tuple[str, Copy]]:
     seen: set[tuple[str, str]] = set()
     for word, entries in (("tasks", trail.tasks), ("rewards", trail.rewards), ("groups", trail.groups)):
         for entry in entries:
-            if entry.event is None or isinstance(entry.event, MembersMissing):
+            if entry.event is None or isinstance(entry.event, (MembersMissing, TeacherScored, TeacherFailed)):
                 continue
             identity = _identity(trail, entry)
             if (word, identity) in seen:

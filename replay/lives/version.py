@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from replay.ledger import LedgerEntry
 from replay.lives.facts import Generated, Holder, Moment, Publication, VersionLife
-from replay.lives.fleet import fleet_entries, holders_of
+from replay.lives.fleet import attempts_on, fleet_entries, holders_of
 from replay.lives.ids import VersionId, no_version, parse_version
 from replay.lives.moments import in_order
 from replay.lives.phrases import counted
@@ -44,6 +44,7 @@ def show_version(run: RunFacts, text: str) -> VersionLife:
         trained_by_step=_trained_by(run, asked.version),
         checkpoint=next((each.path for each in run.view.checkpoints if each.version == asked.version), ""),
         holders=holders,
+        attempts=attempts_on(fleet_entries(run), asked.version, asked.epoch),
         generated=_generated(run, asked, entries, holders, notes),
         timeline=in_order(_moments(run, asked.version, entries, holders, made)),
     )

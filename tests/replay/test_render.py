@@ -130,6 +130,7 @@ def measured(sums: bytes, names=SUMS) -> StepMeasured:
 def test_a_measured_step_shows_gauges_and_no_bytes():
     # two samples of 4 and 6 tokens: Σ|lr| 1 and 3, w all 1, two of ten tokens clipped
     rows = [[4, 0, 1, 0, 4, 4, 0, 0, 1, 2], [6, 0, 3, 0, 6, 6, 0, 0, 1, 0]]
+    rows = [row + [0] * (len(SUMS) - len(row)) for row in rows]
     event = measured(np.array(rows, dtype="<f8").tobytes())
     assert line_of(event).endswith(
         "step_measured step=4 epoch=1 version=3 samples=2 mean_abs_log_ratio=0.4 kl_k3=0 ess_token=1 "
@@ -140,7 +141,8 @@ def test_a_measured_step_shows_gauges_and_no_bytes():
 
 def test_a_measured_step_that_does_not_fit_says_so():
     line = line_of(measured(b"\0" * 24))
-    assert "sums=<sums: 24 bytes are not 2 samples of 10 float64 values>" in line and "loss=0.25" in line
+    wrong = f"sums=<sums: 24 bytes are not 2 samples of {len(SUMS)} float64 values>"
+    assert wrong in line and "loss=0.25" in line
 
 
 def test_a_measured_step_with_other_columns_shows_what_the_backend_said():

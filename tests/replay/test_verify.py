@@ -17,6 +17,8 @@ from streams.events import (
     DataEnded,
     DeadLetter,
     Drop,
+    EngineQuarantined,
+    EngineReady,
     EpochStarted,
     Event,
     GroupCompleted,
@@ -504,6 +506,85 @@ def test_an_engine_that_held_other_weights_than_were_published_is_found():
 def test_an_engine_that_never_said_what_it_holds_is_found():
     report = audit(lambda event: None if event == run.ready(2) else event)
     assert texts(report)[0] == "0-5/0/0: rollout-0 generated with e1-v2 and never said that it holds it"
+
+
+ACKNOWLEDGED = "no sample carries a version that was not acknowledged"
+
+
+def by_incarnation(of_seq, ready_of=lambda version: "a1"):
+    """The run as a writer of schema 1.2 leaves it: `of_seq` says whose process made the samples of a group."""
+
+    def alter(event: Event) -> Event:
+        if isinstance(event, TrajectoryFinished):
+            return replace(event, incarnation=of_seq(event.seq))
+        return (
+            replace(event, incarnation=ready_of(event.version)) if isinstance(event, EngineReady) else event
+        )
+
+    return alter
+
+
+def test_a_run_whose_every_process_acknowledged_what_it_served_holds():
+    report = audit(by_incarnation(lambda seq: "a1"))
+    assert report.holds
+    (check,) = (each for each in report.checks if each.name == ACKNOWLEDGED)
+    assert check.examined == 3  # one process, three versions
+
+
+def test_a_restarted_engine_that_served_what_only_its_former_process_had_acknowledged_is_found():
+    report = audit(by_incarnation(lambda seq: "a2" if seq == 3 else "a1"))
+    assert violations(report) == {ACKNOWLEDGED: [["0-3/0/0"]]}
+    assert texts(report) == [
+        "0-3/0/0: rollout-0 (incarnation a2) had not acknowledged e1-v1, with which it generated"
+    ]
+
+
+def test_a_sample_that_was_never_trained_is_examined_too():
+    assert violations(audit(by_incarnation(lambda seq: "a2" if seq == 4 else "a1"))) == {
+        ACKNOWLEDGED: [["0-4/0/0"]]
+    }
+
+
+def test_an_untrained_sample_of_a_version_that_nobody_published_is_the_trainers_to_refuse():
+    alter = by_incarnation(lambda seq: "a1")
+
+    def unknown(event: Event) -> Event:
+        if isinstance(event, TrajectoryFinished) and event.seq == 4:
+            return replace(alter(event), versions=[(run.EPOCH, 77, 5)])
+        return alter(event)
+
+    assert audit(unknown).holds
+
+
+def test_runs_of_older_writers_raise_no_alarm_about_processes():
+    assert ACKNOWLEDGED not in violations(audit(by_incarnation(lambda seq: "", lambda version: "")))
+    assert audit(by_incarnation(lambda seq: "", lambda version: "a1")).holds
+
+
+def quarantined_before(kind: type[Event], incarnation: str, epoch: int = run.EPOCH):
+    """A quarantine in the place of the one ledger record of this type."""
+    alter = by_incarnation(
+        lambda seq: "a1" if seq < 5 else "a2", lambda version: "a2" if version == 2 else "a1"
+    )
+    record = EngineQuarantined(
+        epoch=epoch, engine="rollout-0", incarnation=incarnation, step=2, mismatch=0.5, limit=0.1, n_samples=16,
+        n_tokens=400,
+    )  # fmt: skip
+    return lambda event: record if isinstance(event, kind) else alter(event)
+
+
+def test_a_sample_of_a_quarantined_engine_that_was_trained_is_found():
+    report = audit(quarantined_before(DataEnded, "a2"))  # between the steps 2 and 3
+    assert violations(report) == {
+        "nothing of a quarantined engine is trained": [["0-5/0/0", "0-5"], ["0-5/1/0", "0-5"]]
+    }
+    assert texts(report)[0] == "0-5/0/0: trained in step 3 though rollout-0 was quarantined before"
+
+
+def test_what_was_trained_before_the_quarantine_or_after_a_new_start_stays_right():
+    assert audit(quarantined_before(DataEnded, "a1")).holds
+    assert audit(quarantined_before(RunFinished, "a2")).holds
+    assert audit(quarantined_before(DataEnded, "a2", epoch=0)).holds, "a void record"
 
 
 def test_a_payload_of_another_length_than_was_scored_is_found():

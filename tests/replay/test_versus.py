@@ -15,7 +15,7 @@ CUT = cut(3, [1, 2], [0])  # two groups with rewards 0 and 1: advantages −1, 1
 
 
 def sums(*log_ratios: list[float]) -> np.ndarray:
-    """The ten sums of samples with these log-ratios."""
+    """The sums of samples with these log-ratios."""
     flat = np.array([each for sample in log_ratios for each in sample])
     sample = np.array([place for place, each in enumerate(log_ratios) for _ in each], dtype=np.int64)
     return trajectory_sums(flat, sample, len(log_ratios))
