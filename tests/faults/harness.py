@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,12 +180,17 @@ def begin(config: Config) -> None:
 
 
 class Supervised:
-    """A launcher that is polled on a thread of its own, as `millstream run` polls it."""
+    """A launcher that is polled on a thread of its own, as `millstream run` polls it.
 
-    def __init__(self, config: Config) -> None:
-        self._launcher = LocalLauncher(config, daemons_of(config))
+    `without`: daemons that are for the caller to start.
+    """
+
+    def __init__(self, config: Config, without: Collection[str] = ()) -> None:
+        daemons = [each for each in daemons_of(config) if each.name not in without]
+        self._launcher = LocalLauncher(config, daemons)
         self._stop = threading.Event()
         self.outcome: Any = None
+        self.crashes: dict[str, str] = {}  # daemon → how it last ended by itself
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     @property
@@ -210,12 +215,17 @@ class Supervised:
     def _run(self) -> None:
         while not self._stop.is_set() and self.outcome is None:
             self.outcome = self._launcher.poll()
+            self.crashes |= {
+                each.name: f"{each.sentence()}\n{each.last_words}"
+                for each in self._launcher._failures
+                if each.code > 0
+            }
             self._stop.wait(0.05)
 
 
 @contextlib.contextmanager
-def supervised(config: Config) -> Iterator[Supervised]:
-    launcher = Supervised(config)
+def supervised(config: Config, without: Collection[str] = ()) -> Iterator[Supervised]:
+    launcher = Supervised(config, without)
     launcher.start()
     try:
         yield launcher
