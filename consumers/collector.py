@@ -10,6 +10,8 @@ Closed is closed (DESIGN §4.3): `frontier` is an offset of `tasks`, below which
 `closed_above` are the closed ones above it; every output carries both, so a restarted collector never opens a group
 twice, and a late twin is counted and passed over. A reward from beyond what has been read of `tasks` is held.
 
+Where the run has a teacher, a member is there once its reward and the teacher's scores of the same sample are.
+
 Deadlines run on progress: each partition has a clock that stands still while the run is paused, while this stage is
 behind in its input, and while the owner of the partition (engine, reward replica) gives no sign of life.
 """
@@ -50,9 +52,12 @@ from streams.events import (
     Metrics,
     Progress,
     RewardAssigned,
+    RewardEvent,
     ScoringFailed,
     TaskDispatched,
     TaskSkipped,
+    TeacherFailed,
+    TeacherScored,
 )
 from streams.log import EventLog, Record, TopicPartition
 from streams.ranges import as_ranges, from_ranges
@@ -74,22 +79,35 @@ class _OpenGroup:
         self.group_id, self.seq, self.n_samples = event.group_id, event.seq, event.n_samples
         self.task_offset, self.dispatched_ms = offset, event.dispatched_ms
         self.members: dict[int, RewardAssigned] = {}
+        self.teacher_offsets: dict[str, int] | None = None  # uid → TeacherScored; None: no teacher
         self.failed: dict[int, str] = {}  # index → reason
         self.attempts: dict[int, int] = {}  # index → attempt that is awaited now (0 unless re-dispatched)
         self.reward_offsets: list[int] = []
         self.judged: set[str] = set()  # uids with a verdict: the first one wins
+        self.unscored: set[str] = set()  # uids that the teacher cannot score
         self.moved_at = opened_at  # on the partition's progress clock
 
     @property
     def missing(self) -> list[int]:
-        return [
-            index for index in range(self.n_samples) if index not in self.members and index not in self.failed
-        ]
+        return [index for index in range(self.n_samples) if index not in self.failed and not self.has(index)]
+
+    def has(self, index: int) -> bool:
+        """Its reward is there, and the teacher's scores of the same sample where there is a teacher."""
+        member = self.members.get(index)
+        return member is not None and (self.teacher_offsets is None or member.uid in self.teacher_offsets)
+
+    def keeps(self, index: int, attempt: int) -> bool:
+        """The place is taken: by a whole member, or by one that waits for the teacher and is no older attempt."""
+        return self.has(index) or (index in self.members and self.members[index].attempt >= attempt)
 
     @property
     def is_settled(self) -> bool:
-        """Every member has a verdict or is given up."""
-        return len(self.members) + len(self.failed) == self.n_samples
+        """Every member is there or is given up."""
+        return not self.missing
+
+    def member_of(self, index: int) -> Member:
+        event = self.members[index]
+        return _member_of(event, -1 if self.teacher_offsets is None else self.teacher_offsets[event.uid])
 
 
 class _Lane:
@@ -105,9 +123,7 @@ class _Lane:
         self.outbox = Outbox(stage.log, stage.topics.name("groups"), partition)
         self.open: dict[str, _OpenGroup] = {}
         self.clock = ProgressClock(stage.monotonic)
-        self.held: list[
-            tuple[int, RewardAssigned | ScoringFailed]
-        ] = []  # from beyond what tasks we have read
+        self.held: list[tuple[int, RewardEvent]] = []  # from beyond what tasks we have read
         self.closed_ids: dict[
             str, int
         ] = {}  # group id → first dispatch's offset, closed at or above frontier
@@ -154,6 +170,7 @@ class Collector:
         member_deadline: timedelta = timedelta(seconds=600),
         max_redispatch: int = 1,
         min_group_size: int | None = None,
+        with_teacher: bool = False,
         owner_alive: Alive = lambda partition: True,
         on_lost: OnLost = "stop",
         replica: int = 0,
@@ -164,7 +181,7 @@ class Collector:
         self.log, self.topics, self.filters = log, topics, list(filters)
         self.member_deadline_s = member_deadline.total_seconds()
         self.max_redispatch, self.min_group_size = max_redispatch, min_group_size
-        self.owner_alive = owner_alive
+        self.with_teacher, self.owner_alive = with_teacher, owner_alive
         self.replica, self.replicas, self.clock, self.monotonic = replica, replicas, clock, monotonic
         self.name = f"collector-{replica}"
         self.reader = Reader(log, topics, self.name, clock)
@@ -266,7 +283,7 @@ class Collector:
                 self._task(lane, record, event)
             elif isinstance(event, TaskSkipped):
                 outputs.extend(self._skipped(lane, record, event))
-            elif isinstance(event, (RewardAssigned, ScoringFailed)):
+            elif isinstance(event, self._awaited):
                 outputs.extend(self._member(lane, record.offset, event))
             else:
                 inputs.finished(record.offset)
@@ -275,6 +292,11 @@ class Collector:
             outputs.extend(self._release_held(lane))
         self._send(lane, outputs)
         return bool(batch.records)
+
+    @property
+    def _awaited(self) -> tuple[type[RewardEvent], ...]:
+        verdicts = (RewardAssigned, ScoringFailed)
+        return (*verdicts, TeacherScored, TeacherFailed) if self.with_teacher else verdicts
 
     def _is_at_end(self, lane: _Lane, word: str, inputs: Inputs) -> bool:
         """Nothing that could still make a member come in time lies unread (a few records on their way do not count)."""
@@ -290,6 +312,7 @@ class Collector:
             return
         group = _OpenGroup(event, record.offset, lane.clock.seconds)
         group.attempts.update(lane.requested.pop(event.group_id, {}))
+        group.teacher_offsets = {} if self.with_teacher else None
         lane.open[event.group_id] = group
 
     def _skipped(self, lane: _Lane, record: Record, event: TaskSkipped) -> list[Event]:
@@ -315,8 +338,8 @@ class Collector:
             outputs.extend(self._member(lane, offset, event))
         return outputs
 
-    def _member(self, lane: _Lane, offset: int, event: RewardAssigned | ScoringFailed) -> list[Event]:
-        """One verdict. The first of a uid wins; one that is not awaited (any more) is a duplicate."""
+    def _member(self, lane: _Lane, offset: int, event: RewardEvent) -> list[Event]:
+        """What came of one sample. The first verdict on a uid wins; one that is not awaited (any more) is a copy."""
         if event.task_offset >= lane.tasks.read_to:
             lane.held.append((offset, event))
             return []
@@ -326,9 +349,11 @@ class Collector:
             lane.rewards.finished(offset)
             return []
         group.reward_offsets.append(offset)
+        if isinstance(event, (TeacherScored, TeacherFailed)):
+            return self._teacher(lane, group, offset, event)
         twin = event.uid in group.judged
         group.judged.add(event.uid)
-        if twin or event.index >= group.n_samples or event.index in group.members:
+        if twin or event.index >= group.n_samples or group.keeps(event.index, event.attempt):
             self.counts["duplicates_total"] += 1
             return []
         if isinstance(event, RewardAssigned):
@@ -340,6 +365,30 @@ class Collector:
             return []  # an old attempt failed late; a newer one is awaited or has failed too
         group.moved_at = lane.clock.seconds
         return self._missing(lane, group, {event.index: event.reason}, event.detail)
+
+    def _teacher(
+        self, lane: _Lane, group: _OpenGroup, offset: int, event: TeacherScored | TeacherFailed
+    ) -> list[Event]:
+        """What the teacher made of one sample: as with rewards, the first of a uid wins."""
+        assert group.teacher_offsets is not None
+        twin = event.uid in group.teacher_offsets or event.uid in group.unscored
+        if twin or event.index >= group.n_samples:
+            self.counts["duplicates_total"] += 1
+            return []
+        if isinstance(event, TeacherScored):
+            group.teacher_offsets[event.uid] = offset
+            group.moved_at = lane.clock.seconds
+            return self._complete(lane, group)
+        group.unscored.add(event.uid)
+        group.judged.add(event.uid)  # its reward, if that is still to come, does not count
+        member = group.members.get(event.index)
+        if member is not None and member.uid != event.uid:
+            return []  # another sample has the place
+        group.members.pop(event.index, None)
+        if event.attempt < group.attempts.get(event.index, 0) or event.index in group.failed:
+            return []  # an old attempt failed late
+        group.moved_at = lane.clock.seconds
+        return self._missing(lane, group, {event.index: f"teacher_{event.reason}"}, event.detail)
 
     # -- outcomes
     def _missing(self, lane: _Lane, group: _OpenGroup, why: dict[int, str], detail: str) -> list[Event]:
@@ -355,6 +404,7 @@ class Collector:
                 again.setdefault(attempt + 1, []).append(index)
             else:
                 group.failed[index] = reason
+                group.members.pop(index, None)  # one whose teacher never spoke
         outputs: list[Event] = []
         for attempt, indices in again.items():
             reason = why[indices[0]]
@@ -392,7 +442,7 @@ class Collector:
                 f"{len(group.members)} of {group.n_samples} members, at least {self.min_group_size} needed"
             )
             return [self._drop(lane, group, "incomplete", detail)]
-        members = [_member_of(group.members[index]) for index in sorted(group.members)]
+        members = [group.member_of(index) for index in sorted(group.members)]
         for keep in self.filters:
             verdict = keep(members)
             if not verdict.keep:
@@ -443,7 +493,10 @@ class Collector:
             if waited < self.member_deadline_s:
                 continue
             group.moved_at = lane.clock.seconds
-            missing = dict.fromkeys(group.missing, "member_missing")
+            missing = {
+                index: "teacher_missing" if index in group.members else "member_missing"
+                for index in group.missing
+            }
             outputs.extend(self._missing(lane, group, missing, f"nothing came for {waited:.1f} s"))
         self._send(lane, outputs)
 
@@ -483,7 +536,7 @@ class Collector:
         self.log.commit_hint(self.topics.group("collector"), self._watched())
 
 
-def _member_of(event: RewardAssigned) -> Member:
+def _member_of(event: RewardAssigned, teacher_offset: int) -> Member:
     return Member(
         uid=event.uid,
         index=event.index,
@@ -495,11 +548,12 @@ def _member_of(event: RewardAssigned) -> Member:
         trainable_versions=event.trainable_versions,
         started_ms=event.started_ms,
         finished_ms=event.finished_ms,
+        teacher_offset=teacher_offset,
     )
 
 
 class Heartbeats:
-    """Signs of life of engines and reward replicas, read from `metrics`: the owners of a partition.
+    """Signs of life of engines, reward and teacher replicas, read from `metrics`: the owners of a partition.
 
     Partition p belongs to replica p % replicas of each stage (streams.log.share); where the log moves shares, to any
     replica that lives, also one that was added later. Until a stage has given its first sign, it counts as not alive:

@@ -63,7 +63,11 @@ class _Lane:
     """One partition: its place in the input, what is being scored, what is being appended."""
 
     def __init__(self, stage: RewardStage, partition: int) -> None:
-        place = recover(stage.log, stage.topics, "rewards", partition, ["trajectories"], losses=stage.losses)
+        place = recover(
+            *(stage.log, stage.topics, "rewards", partition, ["trajectories"]),
+            losses=stage.losses,
+            of=(RewardAssigned, ScoringFailed),
+        )
         self.partition = partition
         self.inputs = Inputs(place.positions["trajectories"], place.reached["trajectories"])
         self.position = place.positions["trajectories"]

@@ -121,9 +121,12 @@ def recover(
     partition: int,
     inputs: Sequence[str],
     losses: Losses | None = None,
+    *,
+    of: tuple[type[Event], ...] = (Event,),
 ) -> Recovered:
     """Rebuild a stage's place in its inputs of one partition from its own output, and nothing else.
 
+    `of`: the events that the stage writes, where another one writes to the same topic.
     Raises RecordsLost when retention has removed inputs from that place on, unless `losses` let it continue.
     """
     losses = losses or Losses(f"the writer of {topics.name(output)}")
@@ -134,7 +137,7 @@ def recover(
     done: list[Event] = []
     for event in events_backwards(log, topics.name(output), partition, losses):
         progress: Progress = getattr(event, "progress", {})
-        if not progress:
+        if not progress or not isinstance(event, of):
             continue
         if low is None:
             low = {word: progress[word].low_water if word in progress else starts[word] for word in inputs}

@@ -106,6 +106,15 @@ def judge(
     return Judgement("", kept, total - n_stale, n_stale, youngest, mean, oldest)
 
 
+def token_ages(
+    versions: Sequence[Sequence[int]], trainer_version: int, lineage: Lineage
+) -> NDArray[np.int32]:
+    """Staleness of each token, int32 [L], from version runs over all L; −1 where the version is unknown."""
+    known = [lineage.effective(epoch, version) for epoch, version, _ in versions]
+    ages = [-1 if version is None else trainer_version - version for version in known]
+    return np.repeat(np.array(ages, np.int32), [n_tokens for _, _, n_tokens in versions])
+
+
 def fresh_mask(
     loss_mask: NDArray[np.bool_],
     versions: Sequence[Sequence[int]],

@@ -21,7 +21,7 @@ import msgspec
 from consumers.rewards.code_tests import MARK, kill_group
 from consumers.rewards.load import load_reward
 from consumers.rewards.serving import BOOTSTRAP, serve
-from consumers.rewards.wire import NOBODY, REVOKED, START_S, TRACE_AT, Report, framed
+from consumers.rewards.wire import KEPT, NOBODY, REVOKED, START_S, TRACE_AT, Report, framed
 
 # Of a worker's stack, what is not the user's: serving.py, load.py, the loop, the bootstrap.
 _OUR_FRAMES = (serve.__code__.co_filename, load_reward.__code__.co_filename, "/asyncio/", "<string>")
@@ -36,7 +36,7 @@ class Worker:
         self.mark = secrets.token_hex(16)
         self._board = tempfile.TemporaryFile()  # noqa: SIM115  open as long as the worker
         self._board.truncate(TRACE_AT)
-        os.pwrite(self._board.fileno(), struct.pack("<qq", NOBODY, 0), 0)
+        os.pwrite(self._board.fileno(), struct.pack("<qqq", NOBODY, 0, NOBODY), 0)
         child_in, self._to = os.pipe()
         self._from, child_out = os.pipe()
         self._buffer = bytearray()
@@ -124,9 +124,12 @@ class Worker:
         """The call whose code runs now, or −1."""
         return struct.unpack("<q", os.pread(self._board.fileno(), 8, 0))[0]
 
-    def revoke(self, message: int) -> None:
-        """What the worker has not begun of this message and those before it, it will pass over."""
-        os.pwrite(self._board.fileno(), struct.pack("<q", message), REVOKED.start)
+    def revoke(self, message: int, kept: int) -> None:
+        """What the worker has not begun of this message and those before it, it will pass over, but for one call."""
+        os.pwrite(self._board.fileno(), struct.pack("<q", kept), KEPT.start)
+        os.pwrite(
+            self._board.fileno(), struct.pack("<q", message), REVOKED.start
+        )  # last: then both are there
 
     def stack(self) -> str:
         """Where the worker's main thread is, innermost first, for people; empty if it does not say."""

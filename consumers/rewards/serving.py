@@ -33,7 +33,7 @@ from consumers.rewards.types import (
     RewardInput,
     decode_hook,
 )
-from consumers.rewards.wire import NOBODY, REVOKED, TRACE_AT, TURN, Report, Setup, encoder, framed
+from consumers.rewards.wire import KEPT, NOBODY, REVOKED, TRACE_AT, TURN, Report, Setup, encoder, framed
 from streams.errors import ConfigError
 
 # What the new interpreter is given to run: the parent's sys.path as JSON, then the arguments of serve().
@@ -79,12 +79,16 @@ def serve(fd_in: int, fd_out: int, fd_board: int, parent: int) -> None:
     while True:
         message, calls = read_calls.decode(inbox.get())
         for number, inputs in calls:
-            if struct.unpack("<q", board[REVOKED])[0] >= message:
-                break
+            if _read(board, REVOKED) >= message and _read(board, KEPT) != number:  # in this order
+                continue
             board[TURN] = struct.pack("<q", number)
             outcomes = call_sync(scorer, inputs)
             board[TURN] = struct.pack("<q", NOBODY)
             report(Report(number, outcomes))
+
+
+def _read(board: mmap.mmap, what: slice) -> int:
+    return struct.unpack("<q", board[what])[0]
 
 
 _turn: contextvars.ContextVar[int] = contextvars.ContextVar("turn", default=NOBODY)

@@ -208,9 +208,10 @@ class Slot:
 
     def _give_back_the_rest(self, worker: Worker) -> None:
         """Let other workers have what waits behind a slow sample. If this worker starts the next one before it
-        sees that, that one is scored twice, to the same end."""
-        worker.revoke(self._messages)
+        sees that, that one is scored twice, to the same end. One that has not begun the first either, since it got no
+        time, still scores that one."""
         head, *rest = self.running.values()
+        worker.revoke(self._messages, head.number)
         self.running = {head.number: head}
         self.pool.give_back(rest)
 

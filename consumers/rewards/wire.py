@@ -1,7 +1,7 @@
 """What a slot and its worker process agree on: the messages, how they are framed, and the layout of the board.
 
 Each way goes one pipe of frames, a little-endian uint32 size and that many bytes of msgpack. The board is a file
-that both hold open: a page with two int64, then what faulthandler wrote last. Neither end's own business is here.
+that both hold open: a page with three int64, then what faulthandler wrote last. Neither end's own business is here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from consumers.rewards.types import NotScored, Scored, encode_hook
 
 START_S = 120.0  # for a worker to import the function's module
 NOBODY = -1
-# The board: int64 call whose code runs, int64 last revoked message, and from 4096 on the worker's last stack.
-TURN, REVOKED, TRACE_AT = slice(0, 8), slice(8, 16), 4096
+# The board: int64 call whose code runs, int64 last revoked message, int64 call of it that is wanted all the same, and
+# from 4096 on the worker's last stack.
+TURN, REVOKED, KEPT, TRACE_AT = slice(0, 8), slice(8, 16), slice(16, 24), 4096
 
 encoder = msgspec.msgpack.Encoder(enc_hook=encode_hook)
 

@@ -7,9 +7,14 @@ from typing import Literal
 
 import msgspec
 
+from engine.interfaces import Inputs
 from streams.errors import ConfigError
 
-LossName = Literal["ppo", "decoupled_ppo", "tis"]
+LossName = Literal["ppo", "decoupled_ppo", "tis", "gspo", "cispo", "m2po", "opd", "sft"]
+Aggregation = Literal["token", "sample", "prompt", "constant"]
+EstimatorName = Literal[
+    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo", "ppo"
+]
 
 
 class TorchSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,11 +30,36 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True):
     use_tis: bool = False  # with recomputed ones: weight by recomputed / recorded
     eps_clip: float = 0.2
     eps_clip_high: float | None = None  # None: eps_clip
+    eps_clip_c: float | None = None  # dual clip; None: off
+    m2_threshold: float = 0.04  # m2po
+    proximal_policy: Literal["recomputed", "interpolated"] = "recomputed"  # of decoupled PPO
     tis_clip: float = 2.0  # cap of importance weights
+    tis_clip_low: float = 0.0  # their floor
     tis_mode: Literal["truncate", "mask"] = "truncate"
+    tis_level: Literal["token", "sequence", "geometric"] = "token"
+    tis_veto: float | None = None  # None: off
+    use_opsm: bool = False  # off-policy sequence masking
+    opsm_delta: float = 1e-4
+    loss_aggregation: Aggregation | None = None  # None: "sample" for gspo, else "token"
+    loss_constant_length: int = 1024  # tokens; with loss_aggregation = "constant"
     entropy_coef: float = 0.0
     kl_loss_coef: float = 0.0
+    kl_loss_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k3"
+    use_unbiased_kl: bool = False  # weigh it by the ratio to the behaviour policy
+    ref_model: str = ""  # folder of the reference model; "": that of the model itself
     temperature: float = 1.0  # of the sampling, so that log-probs are those of the policy that sampled
+    # advantages
+    advantage_estimator: EstimatorName = "grpo"
+    kl_coef: float = 0.0  # of the KL to the reference model in the reward of each token
+    kl_reward_type: Literal["k1", "k2", "k3", "low_var_kl"] = "k1"
+    gamma: float = 1.0  # discount of a reward for each trained token before it
+    lambd: float = 1.0  # λ of GAE
+    normalize_advantages: bool = False  # of "ppo": over the trained tokens of a step
+    # critic of "ppo"
+    value_clip: float = 0.2  # how far from the value before the step; 0: no clipping
+    critic_lr: float | None = None  # None: lr
+    critic_lr_warmup: int = 0  # optimizer steps
+    num_critic_only_steps: int = 0  # training steps at the beginning that leave the policy as it is
     # optimizer
     num_steps_per_rollout: int = 1
     lr: float = 1e-6
@@ -45,8 +75,14 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True):
     adam_eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0  # largest global norm; 0: no clipping
+    # adapter
+    lora_rank: int = 0  # 0: the whole model is trained
+    lora_alpha: float = 16.0
+    lora_target_modules: tuple[str, ...] = ("all-linear",)
+    seed: int = 0  # of its first weights
     # machine
     micro_batch_tokens: int = 8192  # padded tokens of one forward
+    packing: bool = False  # rows one after another instead of padded (engine/algorithms/packing.py)
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
     attn_implementation: str = "sdpa"
@@ -54,11 +90,6 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None  # torch's threads on the CPU; None: as they are
 
     def __post_init__(self) -> None:
-        if self.kl_loss_coef > 0:
-            raise ConfigError(
-                f"trainer.kl_loss_coef = {self.kl_loss_coef}: this version has no KL term to a reference model; "
-                "set it to 0"
-            )
         if self.dtype == "float16":
             raise ConfigError(
                 'model.dtype = "float16": training in it needs loss scaling, which this version does not have; '
@@ -84,7 +115,33 @@ class TorchSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def needs_proximal(self) -> bool:
         """Whether the loss looks at the policy as it was when the step began."""
-        return self.loss_function in ("recomputed_ppo", "decoupled_ppo")
+        return self.loss_function in ("recomputed_ppo", "decoupled_ppo") and not self.interpolates
+
+    @property
+    def interpolates(self) -> bool:
+        return self.loss_function == "decoupled_ppo" and self.proximal_policy == "interpolated"
+
+    @property
+    def discounts(self) -> bool:
+        """Whether the returns of a sample's tokens differ, so that they are made beside the model and not in a cut."""
+        return self.advantage_estimator == "reinforce_plus_plus" and (self.kl_coef > 0 or self.gamma < 1)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_loss_coef > 0 or self.kl_coef > 0
+
+    @property
+    def inputs(self) -> Inputs:
+        """What samples must carry: rewards as they are, where advantages are made of them token by token."""
+        return Inputs(
+            "ppo" if self.discounts else self.advantage_estimator,
+            with_ages=self.interpolates,
+            with_teacher=self.loss == "opd",
+        )
+
+    @property
+    def aggregation(self) -> Aggregation:
+        return self.loss_aggregation or ("sample" if self.loss == "gspo" else "token")
 
 
 def learning_rate(settings: TorchSettings, step: int) -> float:

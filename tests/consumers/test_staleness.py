@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from consumers.staleness import Lineage, fresh_mask, judge
+from consumers.staleness import Lineage, fresh_mask, judge, token_ages
 
 EPOCH = 1
 
@@ -96,3 +96,14 @@ def test_a_version_that_was_made_again_with_equal_digests_keeps_its_number():
 
 def test_a_sample_without_trainable_tokens_is_refused_by_name():
     assert judge([], trainer_version=3, limit=2, lineage=lineage(3)).reason == "no_trainable_tokens"
+
+
+def test_the_age_of_each_token_counts_a_fork_as_its_origin_and_an_unknown_version_as_none():
+    lineage = Lineage()
+    for version in range(4):
+        lineage.published(1, version)
+    lineage.published(9, 2, forked_at=2)  # epoch 9 resumed from version 2: (1, 3) is an abandoned future
+    lineage.published(9, 3)
+    ages = token_ages([(1, 0, 2), (1, 3, 1), (9, 3, 1), (9, 7, 2)], 3, lineage)
+    assert ages.tolist() == [3, 3, 1, 0, -1, -1]
+    assert ages.dtype.name == "int32" and token_ages([], 3, lineage).tolist() == []

@@ -9,7 +9,8 @@ import torch
 
 from consumers.telemetry import SUMS, summarize, trajectory_sums
 from engine.algorithms.logprobs import FORWARD_OVERHEAD_TOKENS, flatten, micro_batches, token_logprobs
-from engine.algorithms.losses import LOSSES, LossSettings, TokenInputs
+from engine.algorithms.losses import LOSSES, LossSettings, TokenInputs, token_loss
+from engine.algorithms.ratios import Sequences
 from engine.interfaces import TrainSample
 from streams.trajectory import Payload
 from tests.engine.trainer_support import batch_of, in_float64, reference_logprobs, tiny_gpt2, tiny_qwen3
@@ -27,13 +28,14 @@ def evaluate(
 ) -> tuple[float, float, bool]:
     """(loss, its derivative by log π, is_clipped) of one token."""
     logprobs = torch.tensor([now], dtype=torch.float64, requires_grad=True)
-    others = [torch.tensor([value], dtype=torch.float64) for value in (behaviour, proximal, advantage)]
-    result = LOSSES[name](TokenInputs(logprobs, *others), settings or LossSettings())
+    mu, p, a = (torch.tensor([value], dtype=torch.float64) for value in (behaviour, proximal, advantage))
+    result = LOSSES[name](TokenInputs(logprobs, mu, p, a), settings or LossSettings())
     (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
     return result.loss.item(), gradient.item(), bool(result.is_clipped)
 
 
 log = math.log
+POLICY_LOSSES = [name for name in LOSSES if name not in ("opd", "sft")]  # those that look at rewards
 
 
 # ---------------------------------------------------------------- losses by hand
@@ -101,46 +103,193 @@ def test_tis_is_reinforce_with_a_capped_weight():
     )
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_without_staleness_every_loss_has_the_policy_gradient(name: str):
     for advantage in (-1.5, 0.7):
         assert evaluate(name, log(0.3), log(0.3), log(0.3), advantage)[1] == pytest.approx(-advantage)
 
 
+@pytest.mark.parametrize(
+    ("ratio", "loss", "gradient", "is_clipped"),
+    [
+        (1.5, 3.0, 3.0, False),  # worse than its group and likelier now: the whole push back
+        (4.0, 6.0, 0.0, True),  # PPO would push with 8; c · |A| = 6 is the most
+        (0.5, 1.6, 0.0, True),  # as without
+    ],
+)
+def test_dual_clip_bounds_what_a_bad_sample_may_count(ratio, loss, gradient, is_clipped):
+    settings = LossSettings(eps_clip_c=3.0)
+    want = (pytest.approx(loss), pytest.approx(gradient), is_clipped)
+    assert evaluate("ppo", log(0.1 * ratio), log(0.1), 0, -2.0, settings) == want
+    good = evaluate("ppo", log(0.4), log(0.1), 0, 2.0, settings)
+    assert good == evaluate("ppo", log(0.4), log(0.1), 0, 2.0) == (pytest.approx(-2.4), 0.0, True)
+
+
+def test_cispo_caps_the_weight_and_keeps_every_gradient():
+    settings = LossSettings(eps_clip=0.2, eps_clip_high=0.5)
+    # w = 6 becomes 1.5; A = 2
+    capped = evaluate("cispo", log(0.6), log(0.1), 0, 2.0, settings)
+    assert capped == (pytest.approx(-3 * log(0.6)), pytest.approx(-3.0), True)
+    # w = 0.5: no lower bound
+    low = evaluate("cispo", log(0.1), log(0.2), 0, -2.0, settings)
+    assert low == (pytest.approx(log(0.1)), pytest.approx(1.0), False)
+
+
+def test_sft_is_the_negative_log_likelihood_whatever_the_advantage():
+    for advantage in (-2.0, 0.0, 3.0):
+        assert evaluate("sft", log(0.3), -9.0, -9.0, advantage) == (pytest.approx(-log(0.3)), -1.0, False)
+
+
+def in_two_sequences(name: str, settings: LossSettings | None = None, **inputs: list[float]):
+    """(loss, gradient) [3] of three tokens, the first two of which are of one sequence."""
+    tensors = {key: torch.tensor(values, dtype=torch.float64) for key, values in inputs.items()}
+    tensors["logprobs"].requires_grad_()
+    tensors.setdefault("proximal", tensors["behaviour"])
+    sequences = Sequences(torch.tensor([0, 0, 1]), 2)
+    result = token_loss(name, TokenInputs(**tensors, sequences=sequences), settings or LossSettings())
+    (gradient,) = torch.autograd.grad(result.loss.sum(), tensors["logprobs"])
+    return result, gradient.tolist()
+
+
+def test_gspo_takes_the_geometric_mean_of_a_sequence_for_the_ratio_of_its_tokens():
+    # ratios 2 and 1/2 (geometric mean 1) and 1.25; A = 1 and 3
+    result, gradient = in_two_sequences(
+        "gspo",
+        logprobs=[log(0.4), log(0.1), log(0.5)],
+        behaviour=[log(0.2), log(0.2), log(0.4)],
+        advantages=[1.0, 1.0, 3.0],
+    )
+    assert result.loss.tolist() == pytest.approx([-1.0, -1.0, -3.6])  # 1.25 is clipped to 1.2
+    assert result.is_clipped.tolist() == [False, False, True]
+    # the sum over two tokens of −s · A, s with half of each log-ratio
+    assert gradient == pytest.approx([-1.0, -1.0, 0.0])
+
+
+def test_opd_pulls_towards_the_teacher_and_not_to_the_reward():
+    # π = 0.4 and T = 0.8: B = log 2; π = 0.4 and T = 0.1: B = −log 4; the third is far from μ and clipped
+    result, gradient = in_two_sequences(
+        "opd",
+        logprobs=[log(0.4), log(0.4), log(0.4)],
+        behaviour=[log(0.4), log(0.4), log(0.2)],
+        advantages=[100.0, -100.0, 5.0],
+        teacher=[log(0.8), log(0.1), log(0.8)],
+    )
+    assert gradient == pytest.approx([-log(2), log(4), 0.0])
+    assert result.loss.tolist() == pytest.approx([-log(2), log(4), -1.2 * log(2)])
+    with pytest.raises(ValueError, match="no teacher"):
+        evaluate("opd", 0.0, 0.0, 0.0, 1.0)
+
+
+def test_the_gradient_of_opd_is_that_of_the_reverse_kl():
+    """Over all tokens of a small vocabulary, each as often as the policy says: Σ π ∇loss = ∇ KL(π ‖ T)."""
+    logits = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    teacher = torch.log_softmax(torch.randn(6, dtype=torch.float64), -1)
+    logits.requires_grad_()
+    logp = torch.log_softmax(logits, -1)
+    frozen = logp.detach()
+    inputs = TokenInputs(logp, frozen, frozen, torch.zeros(6), teacher=teacher)
+    mean = (frozen.exp() * LOSSES["opd"](inputs, LossSettings()).loss).sum()
+    (ours,) = torch.autograd.grad(mean, logits, retain_graph=True)
+    (theirs,) = torch.autograd.grad((logp.exp() * (logp - teacher)).sum(), logits)
+    assert ours.tolist() == pytest.approx(theirs.tolist())
+
+
+def test_m2po_masks_the_largest_harmful_moves_alone():
+    # (log r)² of 0.04, 0.09, 0.25 (harmful) and 1 (harmless: a bad token that is likelier now)
+    steps = [0.2, -0.3, 0.5, 1.0]
+    logprobs = torch.tensor(steps, dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, 2.0, -1.0], dtype=torch.float64)
+    zero = torch.zeros(4, dtype=torch.float64)
+    inputs = TokenInputs(logprobs, zero, zero, advantages)
+    result = LOSSES["m2po"](inputs, LossSettings(m2_threshold=0.07))  # of 0.04, 0.09, 0.25 the mean is 0.127
+    assert result.is_masked.tolist() == [False, False, True, False]
+    (gradient,) = torch.autograd.grad(result.loss.sum(), logprobs)
+    want = [-math.exp(0.2), math.exp(-0.3), 0.0, math.exp(1.0)]
+    assert gradient.tolist() == pytest.approx(want) and result.loss.tolist() == pytest.approx(want)
+    assert not LOSSES["m2po"](inputs, LossSettings(m2_threshold=0.13)).is_masked.any()
+    given = inputs._replace(
+        outliers=torch.tensor([True, False, False, False])
+    )  # judged over a whole minibatch
+    assert LOSSES["m2po"](given, LossSettings()).loss.tolist()[0] == 0.0
+
+
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_gradients_agree_with_plain_float64_arithmetic(name: str, mode: Literal["truncate", "mask"]):
-    """Central differences of the formulas as they stand in the docstring, weights held fixed."""
-    settings = LossSettings(eps_clip=0.2, eps_clip_high=0.3, tis_clip=1.4, tis_mode=mode)
+    """Central differences of the formulas as they stand in the docstring, weights and masks held fixed."""
+    settings = LossSettings(
+        eps_clip=0.2,
+        eps_clip_high=0.3,
+        eps_clip_c=1.8,
+        tis_clip=1.4,
+        tis_clip_low=0.6,
+        tis_mode=mode,
+        m2_threshold=0.1,
+    )
     rng = np.random.default_rng(7)
-    behaviour = -3 * rng.random(200)
-    proximal, now = behaviour + rng.normal(0, 0.3, 200), behaviour + rng.normal(0, 0.4, 200)
-    advantages = rng.normal(0, 1, 200)
+    behaviour = -3 * rng.random(60)
+    proximal, now = behaviour + rng.normal(0, 0.3, 60), behaviour + rng.normal(0, 0.4, 60)
+    teacher = behaviour + rng.normal(0, 0.5, 60)
+    of_token = np.arange(60) // 5
+    advantages = rng.normal(0, 1, 12)[of_token] if name == "gspo" else rng.normal(0, 1, 60)
+    masked = brute_force_outliers(now - behaviour, advantages, 0.1)
 
-    def plain(x: float, i: int) -> float:
-        def clipped(anchor: float) -> float:
-            r = math.exp(x - anchor)
-            return -min(r * advantages[i], min(max(r, 0.8), 1.3) * advantages[i])
+    def clipped(r: float, advantage: float) -> float:
+        gain = min(r * advantage, min(max(r, 0.8), 1.3) * advantage)
+        return -max(gain, 1.8 * advantage) if advantage < 0 else -gain
 
-        def capped(w: float) -> float:
-            return w if w <= 1.4 else (1.4 if mode == "truncate" else 0.0)
+    def corrected(w: float) -> float:
+        inside = min(max(w, 0.6), 1.4)
+        return w if w == inside else (inside if mode == "truncate" else 0.0)
 
+    def plain(x: np.ndarray, i: int) -> float:
+        a, fixed = advantages[i], now[i]
         if name == "ppo":
-            return clipped(behaviour[i])
+            return clipped(math.exp(x[i] - behaviour[i]), a)
         if name == "recomputed_ppo":
-            return clipped(proximal[i])
+            return clipped(math.exp(x[i] - proximal[i]), a)
         if name == "decoupled_ppo":
-            return capped(math.exp(proximal[i] - behaviour[i])) * clipped(proximal[i])
-        return -capped(math.exp(now[i] - behaviour[i])) * advantages[i] * x
+            weight = corrected(math.exp(proximal[i] - behaviour[i]))
+            return weight * clipped(math.exp(x[i] - proximal[i]), a)
+        if name == "tis":
+            return -corrected(math.exp(fixed - behaviour[i])) * a * x[i]
+        if name == "cispo":
+            return -min(math.exp(fixed - behaviour[i]), 1.3) * a * x[i]
+        if name == "gspo":
+            mine = of_token == of_token[i]
+            return clipped(math.exp((x[mine] - behaviour[mine]).mean()), a)
+        if name == "m2po":
+            return 0.0 if masked[i] else -math.exp(x[i] - behaviour[i]) * a
+        if name == "opd":
+            return clipped(math.exp(x[i] - behaviour[i]), teacher[i] - fixed)
+        assert name == "sft"
+        return -x[i]
+
+    def total(x: np.ndarray) -> float:
+        return sum(plain(x, i) for i in range(60))
 
     logprobs = torch.tensor(now, requires_grad=True)
-    others = (torch.tensor(values) for values in (behaviour, proximal, advantages))
-    loss = LOSSES[name](TokenInputs(logprobs, *others), settings).loss
+    mu, p, a = (torch.tensor(values) for values in (behaviour, proximal, advantages))
+    sequences = Sequences(torch.tensor(of_token), 12)
+    inputs = TokenInputs(logprobs, mu, p, a, sequences, torch.tensor(teacher))
+    loss = LOSSES[name](inputs, settings).loss
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert loss.tolist() == pytest.approx([plain(now[i], i) for i in range(200)])
+    assert loss.tolist() == pytest.approx([plain(now, i) for i in range(60)])
     h = 1e-6
-    differences = [(plain(now[i] + h, i) - plain(now[i] - h, i)) / (2 * h) for i in range(200)]
-    assert gradient.tolist() == pytest.approx(differences, abs=1e-7, rel=1e-6)
+    differences = [(total(now + h * unit) - total(now - h * unit)) / (2 * h) for unit in np.eye(60)]
+    assert gradient.tolist() == pytest.approx(differences, abs=1e-6, rel=1e-5)
+
+
+def brute_force_outliers(log_ratios: np.ndarray, advantages: np.ndarray, limit: float) -> np.ndarray:
+    """Take the largest away, one after the other, until the mean of the others is at most the limit."""
+    masked = np.zeros(len(log_ratios), bool)
+    harmful = [
+        i for i in range(len(log_ratios)) if log_ratios[i] * advantages[i] > 0
+    ]  # good and likelier, or bad and less likely
+    harmful.sort(key=lambda i: log_ratios[i] ** 2)
+    while harmful and np.mean([log_ratios[i] ** 2 for i in harmful]) > limit:
+        masked[harmful.pop()] = True
+    return masked
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -149,10 +298,19 @@ def test_gradients_agree_with_plain_float64_arithmetic(name: str, mode: Literal[
 def test_a_huge_log_ratio_gives_finite_gradients_in_float32(name: str, advantage: float, gap: float):
     logprobs = torch.tensor([-250.0 + max(gap, 0)], requires_grad=True)
     anchor = logprobs.detach() - gap
-    inputs = TokenInputs(logprobs, anchor, anchor, torch.tensor([advantage]))
+    inputs = TokenInputs(logprobs, anchor, anchor, torch.tensor([advantage]), teacher=anchor)
     loss = LOSSES[name](inputs, LossSettings()).loss.sum()
     loss.backward()
     assert math.isfinite(loss.item()) and logprobs.grad is not None and math.isfinite(logprobs.grad.item())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_forward_without_a_trained_token_adds_nothing(name: str):
+    none = torch.zeros(0, requires_grad=True)
+    inputs = TokenInputs(none, torch.zeros(0), torch.zeros(0), torch.zeros(0), teacher=torch.zeros(0))
+    loss = token_loss(name, inputs, LossSettings(tis_veto=1e-4, opsm_delta=0.1)).loss.sum()
+    loss.backward()
+    assert loss.item() == 0.0
 
 
 # ---------------------------------------------------------------- log-probs
@@ -281,11 +439,14 @@ def test_the_sums_of_a_trajectory_are_those_worked_out_by_hand():
     is_clipped = np.array([True, False, True, True])
     sums = trajectory_sums(log_ratios, np.array([0, 0, 2, 2]), 3, is_clipped)
     two = math.log(2)
-    assert sums[0].tolist() == pytest.approx([2, 0, 2 * two, 2 * two**2, 2.5, 4.25, 1, 1, 2.0, 1])
-    assert sums[1].tolist() == [0] * 10
+    assert sums[0].tolist() == pytest.approx([2, 0, 2 * two, 2 * two**2, 2.5, 4.25, 1, 1, 2.0, 1, two, 0])
+    assert sums[1].tolist() == [0] * 12
     e = math.log(1.1)
-    assert sums[2].tolist() == pytest.approx([2, e, e, e * e, 2.1, 2.21, 0, 0, 1.1, 2])
-    assert sums.shape[1] == len(SUMS) == 10
+    assert sums[2].tolist() == pytest.approx([2, e, e, e * e, 2.1, 2.21, 0, 0, 1.1, 2, e, 0])
+    assert sums.shape[1] == len(SUMS) == 12
+    is_masked = np.array([False, False, True, True])
+    masked = trajectory_sums(log_ratios, np.array([0, 0, 2, 2]), 3, is_clipped, is_masked)
+    assert masked[:, -1].tolist() == [0, 0, 2] and masked[:, :-1].tolist() == sums[:, :-1].tolist()
 
 
 def test_measures_of_a_step_are_those_worked_out_by_hand():
@@ -300,7 +461,15 @@ def test_measures_of_a_step_are_those_worked_out_by_hand():
     assert measures["ess_token"] == pytest.approx(4.6**2 / (4 * 6.46))
     assert measures["ess_sequence"] == pytest.approx((1 + 1.1) ** 2 / (2 * (1 + 1.21)))
     assert measures["ratio_outside"] == 0.5
-    assert measures["clip_fraction"] == 0.25
+    assert measures["clip_fraction"] == 0.25 and measures["masked_fraction"] == 0.0
+    assert measures["max_abs_log_ratio"] == pytest.approx(two)
+
+
+def test_measures_of_columns_that_a_writer_did_not_know_are_left_out():
+    sums = trajectory_sums(np.log([2.0, 0.5]), np.array([0, 1]), 2)
+    sums[0, SUMS.index("n_masked")] = sums[0, SUMS.index("max_abs_log_ratio")] = np.nan
+    assert {"masked_fraction", "max_abs_log_ratio"}.isdisjoint(summarize(sums))
+    assert summarize(sums)["max_ratio"] == 2.0 and "masked_fraction" in summarize(sums[1:])
 
 
 def test_the_sums_of_a_subset_give_the_measures_of_that_subset():
@@ -316,6 +485,7 @@ def test_an_unmoved_policy_has_no_drift_and_a_full_effective_sample():
     measures = summarize(trajectory_sums(np.zeros(5), np.array([0, 0, 1, 1, 1]), 2))
     assert measures == {
         "mean_abs_log_ratio": 0.0,
+        "max_abs_log_ratio": 0.0,
         "max_ratio": 1.0,
         "kl_k1": 0.0,
         "kl_k3": 0.0,
@@ -323,6 +493,7 @@ def test_an_unmoved_policy_has_no_drift_and_a_full_effective_sample():
         "ess_sequence": 1.0,
         "ratio_outside": 0.0,
         "clip_fraction": 0.0,
+        "masked_fraction": 0.0,
     }
     assert summarize(np.zeros((3, len(SUMS)))) == {}
 
