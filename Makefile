@@ -1,7 +1,7 @@
 # The targets that a person needs. Each makes its own environment first: Python >= 3.10 and make are enough.
 #
 #   make demo                        learn a small task end to end (DEMO_ARGS="--task reverse --seed 1" …)
-#   make test                        the tests, without those marked slow (TEST_ARGS="-k codec" …)
+#   make test                        the tests, without those marked slow (TEST_ARGS="-k codec", TEST_WORKERS=8 …)
 #   make sglang                      an environment with a real SGLang for a CPU, in .venv-sglang (some 3 GB)
 #   make soak                        kills of every daemon and of the broker, audited (SOAK_ARGS="--kills 200" …)
 #
@@ -11,6 +11,7 @@ PYTHON ?= python3
 VENV ?= .venv
 DEMO_ARGS ?=
 TEST_ARGS ?=
+TEST_WORKERS ?= 2
 SOAK_ARGS ?=
 BENCH ?= $(sort $(wildcard benchmarks/*.py))
 
@@ -33,8 +34,8 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet uv || true
 	if test -x $(BIN)/uv && \
 	    env $${PIP_INDEX_URL:+UV_DEFAULT_INDEX="$$PIP_INDEX_URL"} $${PIP_EXTRA_INDEX_URL:+UV_INDEX="$$PIP_EXTRA_INDEX_URL"} \
-	    $(BIN)/uv pip install --python $(BIN)/python -e '.[train,kafka,kafka-fast,export,sglang,dev]'; \
-	then :; else $(BIN)/python -m pip install -e '.[train,kafka,kafka-fast,export,dev]'; fi
+	    $(BIN)/uv pip install --python $(BIN)/python -e '.[train,lora,megatron,kafka,kafka-fast,export,sglang,dev]'; \
+	then :; else $(BIN)/python -m pip install -e '.[train,lora,megatron,kafka,kafka-fast,export,sglang,dev]'; fi
 	touch $@
 
 # Apart from ours, since SGLang pins its own torch and transformers. Tests that need it find it there.
@@ -45,7 +46,7 @@ demo: $(STAMP)
 	$(BIN)/millstream demo $(DEMO_ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile $(TEST_ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow $(TEST_ARGS) || test $$? -eq 5  # 5: there are none

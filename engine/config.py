@@ -124,10 +124,10 @@ def check_paths(config: Config) -> None:
         if path and not Path(path).is_file():
             reason = "is a folder; name a JSONL file in it" if Path(path).is_dir() else "no such file"
             missing.append(f"{key} = {show(path)}: {reason}")
-    if config.model.path and not (Path(config.model.path) / "config.json").is_file():
-        missing.append(
-            f"model.path = {show(config.model.path)}: not a Hugging Face folder (no config.json in it)"
-        )
+    for key in ("model.path", "teacher.path"):
+        folder = get(config, key)
+        if folder and not (Path(folder) / "config.json").is_file():
+            missing.append(f"{key} = {show(folder)}: not a Hugging Face folder (no config.json in it)")
     if missing:
         raise ConfigError("\n  ".join(missing))
 
@@ -197,11 +197,14 @@ def run_data(config: Config) -> dict[str, Any]:
     Out: where things lie, how many processes work and how fast, deadlines, retention, checkpoints, `data.epochs`,
     `run.steps` (but in where a schedule of the learning rate ends at it), and the staleness limit, which each
     batch records for itself.
+    A setting that came after the first release counts only where it is not at its default.
     Paths inside the run directory count relative to it, so a run that was moved stays the same run.
     """
     values: dict[str, Any] = {}
     for key, field in marked("run_data"):
         value = get(config, key)
+        if has_mark(field, "added") and value == field.default:
+            continue
         if has_mark(field, "path") and value and Path(value).is_relative_to(config.run.dir):
             value = Path(value).relative_to(config.run.dir).as_posix()
         values[key] = value

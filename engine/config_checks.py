@@ -6,14 +6,20 @@ are defaults then, and the sentence would be about something that nobody wrote.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
+
 from engine.config_fields import get, marked
 from engine.settings import Config, open_groups_cap, samples_per_step
+from engine.trainer.megatron.settings import MegatronSettings
+from streams.errors import ConfigError
 
+WITHOUT_ADVANTAGES = frozenset({"sft", "opd"})  # losses that look at no reward
 REDACTED = "<redacted>"
 ENV_REFERENCE, FILE_REFERENCE = "env:", "file:"  # a secret is written as env:NAME or file:/path
 _REFERENCE_TO = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+")
@@ -45,12 +51,16 @@ def find_problems(config: Config) -> Iterator[Problem]:
     yield from _secrets(config)
     yield from _sampling(config)
     yield from _groups(config)
+    yield from _advantages(config)
+    yield from _given(config)
+    yield from _teacher(config)
     yield from _batches(config)
     yield from _loss(config)
     yield from _staleness(config)
     yield from _transport(config)
     yield from _sglang(config)
-    yield from _not_yet(config)
+    yield from _lora(config)
+    yield from _ranks(config)
 
 
 def _required(config: Config) -> Iterator[Problem]:
@@ -70,6 +80,12 @@ def _required(config: Config) -> Iterator[Problem]:
             ("model.path", "rollout.backend", "trainer.backend"),
             f'model.path: missing; {needs_model[0]}.backend = "{get(config, needs_model[0]).backend}" needs a local '
             "Hugging Face folder",
+        )
+    if config.rollout.max_logprob_mismatch is not None and config.trainer.backend == "scalar":
+        yield Problem(
+            ("rollout.max_logprob_mismatch", "trainer.backend"),
+            f"rollout.max_logprob_mismatch = {config.rollout.max_logprob_mismatch:g} with trainer.backend = "
+            '"scalar": the scalar trainer has no log-probs to compare with; remove it',
         )
     if config.rollout.backend in ("torch", "sglang") and config.trainer.backend == "scalar":
         yield Problem(
@@ -163,17 +179,123 @@ def _sampling(config: Config) -> Iterator[Problem]:
 
 def _groups(config: Config) -> Iterator[Problem]:
     n, least = config.rollout.n_samples_per_prompt, config.collector.min_group_size
-    if n == 1 and config.trainer.advantage_estimator == "grpo":
+    estimator = config.trainer.advantage_estimator
+    needs_group = estimator not in _WITHOUT_GROUPS and config.trainer.loss not in WITHOUT_ADVANTAGES
+    fewest = 2 if needs_group else 1
+    if n < fewest:
         yield Problem(
-            ("rollout.n_samples_per_prompt", "trainer.advantage_estimator"),
-            'rollout.n_samples_per_prompt = 1 with trainer.advantage_estimator = "grpo": the advantage is the '
+            ("rollout.n_samples_per_prompt", "trainer.advantage_estimator", "trainer.loss"),
+            f'rollout.n_samples_per_prompt = 1 with trainer.advantage_estimator = "{estimator}": the advantage is the '
             "difference to the group's mean, which is 0 in a group of 1; set n_samples_per_prompt to 2 or more",
         )
-    elif least is not None and not 2 <= least <= n:
+    elif least is not None and not fewest <= least <= n:
         yield Problem(
-            ("collector.min_group_size", "rollout.n_samples_per_prompt"),
-            f"collector.min_group_size = {least}: must be between 2 and rollout.n_samples_per_prompt = {n}",
+            (
+                "collector.min_group_size",
+                "rollout.n_samples_per_prompt",
+                "trainer.advantage_estimator",
+                "trainer.loss",
+            ),
+            f"collector.min_group_size = {least}: must be between {fewest} and rollout.n_samples_per_prompt = {n}",
         )
+
+
+def _advantages(config: Config) -> Iterator[Problem]:
+    trainer, key = config.trainer, "trainer.advantage_estimator"
+    estimator = trainer.advantage_estimator
+    if estimator == "ppo" and trainer.backend != "torch":
+        yield Problem(
+            (key, "trainer.backend"),
+            f'{key} = "ppo" with trainer.backend = "{trainer.backend}": only the "torch" trainer has a critic; set '
+            'that backend, or another estimator, like "grpo"',
+        )
+    if estimator == "gspo" and trainer.loss != "gspo":
+        yield Problem(
+            (key, "trainer.loss"),
+            f'{key} = "gspo" with trainer.loss = "{trainer.loss}": its advantages are those of "grpo", and what makes '
+            'it GSPO is the loss; set trainer.loss = "gspo" too',
+        )
+    for name, default, of in _OF_ESTIMATORS:
+        value = getattr(trainer, name)
+        if value != default and estimator not in of:
+            yield Problem(
+                (f"trainer.{name}", key),
+                f'trainer.{name} = {json.dumps(value)} with {key} = "{estimator}": it goes with '
+                f"{' and '.join(of)} only; remove it, or set another estimator",
+            )
+    if trainer.kl_coef > 0 and trainer.kl_loss_coef > 0:
+        yield Problem(
+            ("trainer.kl_coef", "trainer.kl_loss_coef"),
+            f"trainer.kl_coef = {trainer.kl_coef:g} with trainer.kl_loss_coef = {trainer.kl_loss_coef:g}: the policy "
+            "would be held to the reference model twice, by its rewards and by its loss; set one of them to 0",
+        )
+
+
+def _teacher(config: Config) -> Iterator[Problem]:
+    loss, path = config.trainer.loss, config.teacher.path
+    keys = ("teacher.path", "trainer.loss")
+    if loss == "opd" and not path:
+        yield Problem(
+            keys,
+            'trainer.loss = "opd" learns from a teacher: set teacher.path to its local Hugging Face folder',
+        )
+    if path and loss != "opd":
+        yield Problem(
+            keys,
+            f'teacher.path with trainer.loss = "{loss}": no loss looks at its scores; set trainer.loss = '
+            '"opd", or remove teacher.path',
+        )
+    if path and config.log.partitions < config.teacher.replicas:
+        yield Problem(
+            ("log.partitions", "teacher.replicas"),
+            f"log.partitions = {config.log.partitions} is below teacher.replicas = {config.teacher.replicas}: some "
+            f"replicas would own no partition; raise log.partitions to at least {config.teacher.replicas}",
+        )
+
+
+def _given(config: Config) -> Iterator[Problem]:
+    """Responses that nobody sampled."""
+    rollout, key = config.rollout, "rollout.generate"
+    if rollout.generate != "given":
+        return
+    if config.trainer.loss != "sft":
+        yield Problem(
+            (key, "trainer.loss"),
+            f'{key} = "given" with trainer.loss = "{config.trainer.loss}": no policy sampled these responses, so there '
+            'is none to weigh them by; set trainer.loss = "sft"',
+        )
+    if rollout.n_samples_per_prompt > 1:
+        yield Problem(
+            (key, "rollout.n_samples_per_prompt"),
+            f'{key} = "given" with rollout.n_samples_per_prompt = {rollout.n_samples_per_prompt}: a prompt has one '
+            "response, and its copies would teach the same; set n_samples_per_prompt = 1",
+        )
+    if config.eval.path:
+        yield Problem(
+            (key, "eval.path"),
+            f'{key} = "given" with eval.path: the evaluator answers as the run does, so it would score the responses '
+            "of the dataset; remove eval.path",
+        )
+    if rollout.max_logprob_mismatch is not None:
+        yield Problem(
+            (key, "rollout.max_logprob_mismatch"),
+            f'{key} = "given" with rollout.max_logprob_mismatch: no engine made these log-probs; remove it',
+        )
+
+
+_WITHOUT_GROUPS = _REWARDS_OF_TOKENS = ("reinforce_plus_plus", "ppo")
+_CRITIC = ("ppo",)
+_OF_ESTIMATORS = (  # setting of `trainer`, its default, the estimators that look at it
+    ("kl_coef", 0.0, _REWARDS_OF_TOKENS),
+    ("kl_reward_type", "k1", _REWARDS_OF_TOKENS),
+    ("gamma", 1.0, _REWARDS_OF_TOKENS),
+    ("lambd", 1.0, _CRITIC),
+    ("normalize_advantages", False, _CRITIC),
+    ("value_clip", 0.2, _CRITIC),
+    ("critic_lr", None, _CRITIC),
+    ("critic_lr_warmup", 0, _CRITIC),
+    ("num_critic_only_steps", 0, _CRITIC),
+)
 
 
 def _batches(config: Config) -> Iterator[Problem]:
@@ -227,16 +349,34 @@ def _loss(config: Config) -> Iterator[Problem]:
             f"trainer.eps_clip_high = {trainer.eps_clip_high} is below trainer.eps_clip = {trainer.eps_clip}: "
             "the upper range may only be the wider one; raise or remove it",
         )
+    yield from _behaviour_policy(config)
+    yield from _corrections(config)
+    if trainer.lr_schedule != "constant" and config.run.steps is None:
+        yield Problem(
+            ("trainer.lr_schedule", "run.steps"),
+            f'trainer.lr_schedule = "{trainer.lr_schedule}" needs run.steps, the step at which the rate is 0; '
+            'set run.steps, or lr_schedule = "constant"',
+        )
+
+
+def _behaviour_policy(config: Config) -> Iterator[Problem]:
+    """Stale samples are of another policy, so the loss must look at it, or say in so many words that it does not."""
+    trainer, limit = config.trainer, config.staleness.max_weight_staleness
     if trainer.loss != "ppo":
         for key, wrong in (
             ("use_tis", trainer.use_tis),
             ("use_rollout_logprobs", not trainer.use_rollout_logprobs),
         ):
             if wrong:
+                why = (
+                    "looks at no policy but the one that is trained"
+                    if trainer.loss == "sft"
+                    else "weighs by the recorded log-probs itself"
+                )
                 yield Problem(
                     ("trainer.loss", f"trainer.{key}"),
                     f'trainer.{key} = {str(key == "use_tis").lower()} goes with trainer.loss = "ppo" only: '
-                    f'"{trainer.loss}" weighs by the recorded log-probs itself; remove {key}',
+                    f'"{trainer.loss}" {why}; remove {key}',
                 )
     elif trainer.use_tis and trainer.use_rollout_logprobs:
         yield Problem(
@@ -244,20 +384,71 @@ def _loss(config: Config) -> Iterator[Problem]:
             "trainer.use_tis = true with trainer.use_rollout_logprobs = true corrects twice for the same difference; "
             "set use_rollout_logprobs = false, or remove use_tis",
         )
-    elif (
-        not trainer.use_rollout_logprobs and not trainer.use_tis and config.staleness.max_weight_staleness > 0
+    recomputed = trainer.loss == "ppo" and not trainer.use_rollout_logprobs and not trainer.use_tis
+    ignores = trainer.loss == "sft" or recomputed
+    if trainer.behaviour_policy == "ignored" and not ignores:
+        yield Problem(
+            ("trainer.behaviour_policy", "trainer.loss", "trainer.use_rollout_logprobs", "trainer.use_tis"),
+            'trainer.behaviour_policy = "ignored", and this loss looks at the recorded log-probs; remove it, or set '
+            "trainer.use_rollout_logprobs = false",
+        )
+    elif trainer.behaviour_policy == "recorded" and limit > 0 and ignores:
+        what, mend = (
+            ("trainer.use_rollout_logprobs = false", "remove it, or set trainer.use_tis = true,")
+            if recomputed
+            else (f'trainer.loss = "{trainer.loss}"', "choose another loss,")
+        )
+        yield Problem(
+            ("trainer.loss", "trainer.use_rollout_logprobs", "trainer.use_tis", "trainer.behaviour_policy",
+             "staleness.max_weight_staleness"),
+            f"{what} ignores the policy that sampled, which fails once samples are stale "
+            f"(staleness.max_weight_staleness = {limit}); {mend} or max_weight_staleness = 0; to do it all the same, "
+            'declare trainer.behaviour_policy = "ignored"',
+        )  # fmt: skip
+
+
+def _corrections(config: Config) -> Iterator[Problem]:
+    trainer = config.trainer
+    weighs = trainer.loss in ("tis", "decoupled_ppo") or trainer.use_tis
+    if trainer.eps_clip_c is not None and not trainer.eps_clip_c > 1 + (
+        trainer.eps_clip_high or trainer.eps_clip
     ):
         yield Problem(
-            ("trainer.use_rollout_logprobs", "trainer.use_tis", "staleness.max_weight_staleness"),
-            "trainer.use_rollout_logprobs = false ignores the policy that sampled, which fails once samples are stale "
-            f"(staleness.max_weight_staleness = {config.staleness.max_weight_staleness}); remove it, or set "
-            "trainer.use_tis = true, or max_weight_staleness = 0",
+            ("trainer.eps_clip_c", "trainer.eps_clip", "trainer.eps_clip_high"),
+            f"trainer.eps_clip_c = {trainer.eps_clip_c}: must be a ratio above the clip range, usually 3",
         )
-    if trainer.lr_schedule != "constant" and config.run.steps is None:
+    if trainer.tis_clip_low > min(1.0, trainer.tis_clip):
         yield Problem(
-            ("trainer.lr_schedule", "run.steps"),
-            f'trainer.lr_schedule = "{trainer.lr_schedule}" needs run.steps, the step at which the rate is 0; '
-            'set run.steps, or lr_schedule = "constant"',
+            ("trainer.tis_clip_low", "trainer.tis_clip"),
+            f"trainer.tis_clip_low = {trainer.tis_clip_low}: must be at most 1, the weight of a fresh token, and at "
+            f"most trainer.tis_clip = {trainer.tis_clip}; lower it",
+        )
+    for key, is_set in (
+        ("tis_clip_low", trainer.tis_clip_low > 0),
+        ("tis_level", trainer.tis_level != "token"),
+    ):
+        if is_set and not weighs:
+            yield Problem(
+                (f"trainer.{key}", "trainer.loss", "trainer.use_tis"),
+                f'trainer.{key}: there are importance weights with trainer.loss = "tis" or "decoupled_ppo" and with '
+                "trainer.use_tis = true only; remove it",
+            )
+    if trainer.proximal_policy == "interpolated" and not (trainer.loss == "decoupled_ppo" or trainer.use_tis):
+        yield Problem(
+            ("trainer.proximal_policy", "trainer.loss", "trainer.use_tis"),
+            'trainer.proximal_policy = "interpolated" goes with trainer.loss = "decoupled_ppo"; remove it',
+        )
+    for key, is_set in (("use_opsm", trainer.use_opsm), ("tis_veto", trainer.tis_veto is not None)):
+        if is_set and trainer.loss == "sft":
+            yield Problem(
+                (f"trainer.{key}", "trainer.loss"),
+                f'trainer.{key}: trainer.loss = "sft" does not look at the policy that sampled; remove it',
+            )
+    if trainer.kl_loss_coef > 0 and trainer.kl_loss_type == "k1" and not trainer.use_unbiased_kl:
+        yield Problem(
+            ("trainer.kl_loss_coef", "trainer.kl_loss_type", "trainer.use_unbiased_kl"),
+            'trainer.kl_loss_type = "k1": the mean gradient of this term is 0, so that it adds noise and pulls '
+            'nowhere; set it to "k2" or "k3", or use_unbiased_kl = true',
         )
 
 
@@ -273,20 +464,44 @@ def _staleness(config: Config) -> Iterator[Problem]:
 
 
 def _transport(config: Config) -> Iterator[Problem]:
-    if config.weights.transport != "distributed":
+    transport, rollout = config.weights.transport, config.rollout
+    if transport == "disk":
         return
-    rollout = config.rollout
     if rollout.backend == "scripted":
         yield Problem(
             ("weights.transport", "rollout.backend"),
-            'weights.transport = "distributed" with rollout.backend = "scripted": a scripted engine takes versions '
+            f'weights.transport = "{transport}" with rollout.backend = "scripted": a scripted engine takes versions '
             "from disk alone; remove weights.transport",
         )
     elif rollout.backend == "torch" and rollout.decode == "continuous":
         yield Problem(
             ("weights.transport", "rollout.decode"),
-            'weights.transport = "distributed" with rollout.decode = "continuous": that engine takes versions from '
+            f'weights.transport = "{transport}" with rollout.decode = "continuous": that engine takes versions from '
             'disk alone; set rollout.decode = "batched", or remove weights.transport',
+        )
+    if transport == "ipc":
+        yield from _ipc(config)
+
+
+def _ipc(config: Config) -> Iterator[Problem]:
+    device = config.model.device.partition(":")[0]
+    if config.rollout.backend == "sglang":
+        yield Problem(
+            ("weights.transport", "rollout.backend"),
+            'weights.transport = "ipc" with rollout.backend = "sglang": a server unpickles what comes that way, so it '
+            'is not offered; set "distributed" (another GPU than the trainer\'s) or "disk"',
+        )
+    if device not in ("cpu", "cuda"):
+        yield Problem(
+            ("weights.transport", "model.device"),
+            f'weights.transport = "ipc" with model.device = "{config.model.device}": memory is shared between '
+            'processes on CPUs or on CUDA devices; set "distributed" or "disk"',
+        )
+    if config.weights.backend != "auto":
+        yield Problem(
+            ("weights.backend", "weights.transport"),
+            f'weights.backend = "{config.weights.backend}" with weights.transport = "ipc": no library of broadcasts is '
+            "used there; remove weights.backend",
         )
 
 
@@ -294,9 +509,14 @@ def _sglang(config: Config) -> Iterator[Problem]:
     rollout, settings = config.rollout, config.rollout.sglang
     if rollout.backend != "sglang":
         return
-    from engine.rollout.sglang.guard import in_place_is_exact, refused_args, refused_env
+    from engine.rollout.sglang.guard import in_place_is_exact, refused_args, refused_env, refused_group
 
     yield from _sglang_url(config)
+    if config.weights.transport == "distributed" and (reason := refused_group(settings.args)):
+        yield Problem(
+            ("weights.transport", "rollout.sglang.args"),
+            f'weights.transport = "distributed" with rollout.sglang.args: {reason}; remove one of them',
+        )
     if reason := refused_args(settings.args):
         yield Problem(("rollout.sglang.args",), f"rollout.sglang.args: {reason}")
     if reason := refused_env(settings.env):
@@ -339,9 +559,40 @@ def _sglang_url(config: Config) -> Iterator[Problem]:
             )
 
 
-def _not_yet(config: Config) -> Iterator[Problem]:
-    if config.weights.transport == "ipc":
+def _lora(config: Config) -> Iterator[Problem]:
+    if not config.trainer.lora.rank:
+        return
+    if config.weights.kind == "delta":
         yield Problem(
-            ("weights.transport",),
-            'weights.transport = "ipc": this version has only "disk" and "distributed"; remove it',
+            ("trainer.lora.rank", "weights.kind"),
+            'weights.kind = "delta" with trainer.lora.rank above 0: a version is the adapter alone then, which is '
+            'small already; set weights.kind = "full"',
         )
+    if config.rollout.backend == "sglang" and config.weights.transport != "disk":
+        yield Problem(
+            ("trainer.lora.rank", "rollout.backend", "weights.transport"),
+            f'weights.transport = "{config.weights.transport}" with trainer.lora.rank above 0 and SGLang engines: they '
+            'take an adapter merged into its base, from a file; set weights.transport = "disk"',
+        )
+    if config.trainer.backend != "torch":
+        yield Problem(
+            ("trainer.lora.rank", "trainer.backend"),
+            f'trainer.lora.rank above 0 with trainer.backend = "{config.trainer.backend}": adapters are trained by the '
+            '"torch" backend alone; set one of them back',
+        )
+
+
+def _ranks(config: Config) -> Iterator[Problem]:
+    trainer = config.trainer
+    if trainer.n_ranks > 1 and trainer.backend not in ("fsdp2", "megatron"):
+        yield Problem(
+            ("trainer.n_ranks", "trainer.backend"),
+            f'trainer.n_ranks = {trainer.n_ranks} with trainer.backend = "{trainer.backend}": that trainer is one '
+            'process; set backend = "fsdp2" or "megatron", or n_ranks = 1',
+        )
+    if trainer.backend == "megatron":
+        cut = msgspec.structs.asdict(trainer.megatron)
+        try:
+            MegatronSettings(**cut).data_parallel_size(trainer.n_ranks)
+        except ConfigError as error:
+            yield Problem(("trainer.n_ranks", *(f"trainer.megatron.{name}" for name in cut)), str(error))

@@ -29,6 +29,8 @@ NOT_SETTINGS = frozenset(
         "MILLSTREAM_ALLOW_SLOW_KAFKA",  # streams/kafka/options.py
         "MILLSTREAM_TEST_KAFKA",  # the tests'
         "MILLSTREAM_REQUIRE_KAFKA",
+        "MILLSTREAM_SGLANG_PYTHON",
+        "MILLSTREAM_REQUIRE_SGLANG",
     }
 )
 TYPES_IN_WORDS = {

@@ -136,10 +136,15 @@ def prepare(config: Config, task: Task) -> None:
     from engine.tasks.warmstart import make_demo_model
 
     transformers_logging.disable_progress_bar()
-    # SGLang ties GPT-2's head to its embeddings, so its model is the other one
-    architecture = "qwen3" if config.rollout.backend == "sglang" else "gpt2"
+    architecture = "qwen3" if _needs_qwen3(config) else "gpt2"
     make_demo_model(task, Path(config.model.path), seed, architecture)
     logger.info("the model is ready after %.1f s", time.monotonic() - began)
+
+
+def _needs_qwen3(config: Config) -> bool:
+    """SGLang ties GPT-2's head to its embeddings, Megatron has no such model, and adapters go on linear layers."""
+    trainer = config.trainer
+    return config.rollout.backend == "sglang" or trainer.backend == "megatron" or trainer.lora.rank > 0
 
 
 def write_rows(path: Path, rows: Sequence[Row]) -> None:

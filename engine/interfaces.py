@@ -45,6 +45,8 @@ class Completion(NamedTuple):
 class EngineError(Exception):
     """The engine could not serve; `reason` is a fixed word for RolloutFailed."""
 
+    is_of_request = False  # it was never sent, since it could not be right: no fault of the engine
+
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
@@ -117,6 +119,14 @@ class RolloutEngine(Protocol):
 
 
 # ---------------------------------------------------------------- trainer
+class Inputs(NamedTuple):
+    """What a backend wants its samples to carry."""
+
+    estimator: str = "grpo"  # of advantages: a name in consumers.advantages.ESTIMATORS
+    with_ages: bool = False  # whether it looks at TrainSample.ages
+    with_teacher: bool = False  # whether it looks at TrainSample.teacher
+
+
 class TrainSample(NamedTuple):
     uid: str
     payload: Payload
@@ -124,7 +134,8 @@ class TrainSample(NamedTuple):
     advantage: float  # of every token, as the estimator gives it from rewards alone
     group: int = 0  # place of its group in the batch
     reward: float = 0.0
-    ages: NDArray[np.int32] | None = None  # [L] staleness of each token, in versions; None: all 0
+    ages: NDArray[np.int32] | None = None  # [L] staleness of each token, in versions; None: not asked for
+    teacher: NDArray[np.float32] | None = None  # [L] a teacher's log-probs, 0 where nothing was sampled
 
 
 class TrainBatch(NamedTuple):
@@ -151,6 +162,11 @@ class BadStep(Exception):
 class TrainerBackend(Protocol):
     """A model with its optimizer. Deterministic: the same state and batch give the same bits."""
 
+    @property
+    def inputs(self) -> Inputs:
+        """What its samples must carry. Live run, recovery and replay ask it alike, and so build the same batches."""
+        ...
+
     def refuses(self, payload: Payload) -> str:
         """Why this sample can never be trained on (too long, a token the model lacks); "" if it can.
 
@@ -164,9 +180,9 @@ class TrainerBackend(Protocol):
 
     @property
     def trajectory_sums(self) -> NDArray[np.float64]:
-        """Of the last step: [S, 10] in the order of consumers.telemetry.SUMS and of batch.samples.
+        """Of the last step: [S, 12] in the order of consumers.telemetry.SUMS and of batch.samples.
 
-        [0, 10] of a backend that has no log-probs to compare.
+        [0, 12] of a backend that has no log-probs to compare.
         """
         ...
 

@@ -6,6 +6,7 @@ Imports are inside the functions, so that a feeder or a collector never loads to
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -28,12 +29,17 @@ if TYPE_CHECKING:
     from consumers.dataset import JsonLines
     from consumers.rewards.pool import ScoringPool
     from engine.rollout.generate import Generate
+    from engine.trainer.probe import Score
+    from engine.trainer.ranks import Place
+    from engine.trainer.torch_settings import TorchSettings
+    from engine.weights.lora import Adapted
     from engine.weights.sender import Sender
     from streams.events import Event
 
 logger = logging.getLogger(__name__)
 
-ROLES = ("feeder", "rollout", "reward", "collector", "trainer", "evaluator")
+SHARDED = ("fsdp2", "megatron")  # trainers of several processes
+ROLES = ("feeder", "rollout", "reward", "teacher", "collector", "trainer", "evaluator")
 
 
 def serve(
@@ -46,6 +52,8 @@ def serve(
     """
     if role not in ROLES:
         raise ConfigError(f"no role {role!r}; known: {', '.join(ROLES)}")
+    if role == "trainer" and (code := _follower(config)) is not None:
+        return code
     member, interrupted = f"{role}-{replica}", interrupted or stop
     log = open_run_log(config, role=role, member=member, interrupted=interrupted)
     gauges = (topics_of(config).name("metrics"),)
@@ -66,6 +74,8 @@ def _run(role: str, config: Config, log: EventLog, replica: int, replicas: int, 
         return _feeder(config, log, topics, stop)
     if role == "reward":
         return _reward(config, log, topics, replica, replicas, stop)
+    if role == "teacher":
+        return _teacher(config, log, topics, replica, replicas, stop)
     if role == "collector":
         return _collector(config, log, topics, replica, replicas, stop)
     if role == "trainer":
@@ -196,6 +206,25 @@ def _reward(config: Config, log: EventLog, topics: Topics, replica: int, replica
         pool.close()
 
 
+def _teacher(config: Config, log: EventLog, topics: Topics, replica: int, replicas: int, stop: Stop) -> int:
+    from consumers.enrichers.teacher import TeacherStage
+    from engine.teacher import TorchTeacher
+
+    teacher = config.teacher
+    if not teacher.path:
+        raise ConfigError("teacher.path is not set: there is no model that could score samples")
+    model = TorchTeacher(
+        Path(teacher.path),
+        Path(config.model.path),
+        device=teacher.device,
+        dtype=teacher.dtype,
+        attn_implementation=config.model.attn_implementation,
+        micro_batch_tokens=teacher.micro_batch_tokens,
+    )
+    stage = TeacherStage(log, topics, model, replica=replica, replicas=replicas, on_lost=config.log.on_lost)
+    return stage.run(stop)
+
+
 def _collector(config: Config, log: EventLog, topics: Topics, replica: int, replicas: int, stop: Stop) -> int:
     from consumers.collector import Collector, Heartbeats
     from consumers.filters import load_filter
@@ -211,14 +240,19 @@ def _collector(config: Config, log: EventLog, topics: Topics, replica: int, repl
         member_deadline=timedelta(seconds=settings.member_deadline_s),
         max_redispatch=settings.max_redispatch,
         min_group_size=settings.min_group_size,
-        owner_alive=Heartbeats(
-            log, topics, {"rollout": config.rollout.replicas, "reward": config.reward.replicas}
-        ),
+        with_teacher=bool(config.teacher.path),
+        owner_alive=Heartbeats(log, topics, _owners(config)),
         on_lost=config.log.on_lost,
         replica=replica,
         replicas=replicas,
     )
     return collector.run(stop)
+
+
+def _owners(config: Config) -> dict[str, int]:
+    """Stages whose signs of life say that somebody works on a partition, and their replicas."""
+    owners = {"rollout": config.rollout.replicas, "reward": config.reward.replicas}
+    return owners | {"teacher": config.teacher.replicas} if config.teacher.path else owners
 
 
 def _trainer(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
@@ -242,34 +276,52 @@ def _trainer(config: Config, log: EventLog, topics: Topics, stop: Stop) -> int:
         checkpoint_keep_last=config.checkpoint.keep_last,
         checkpoint_keep_every=config.checkpoint.keep_every,
         max_bad_steps=config.trainer.max_bad_steps,
+        num_steps_per_rollout=config.trainer.num_steps_per_rollout,
+        max_logprob_mismatch=config.rollout.max_logprob_mismatch,
         on_lost=config.log.on_lost,
     )
     deltas = DeltaPolicy(full_every=config.weights.full_every) if config.weights.kind == "delta" else None
-    store = WeightStore(run_dir / "weights", keep=config.weights.keep, deltas=deltas)
+    store = WeightStore(
+        run_dir / "weights", keep=config.weights.keep, deltas=deltas, adapted=_adapted(config)
+    )
+    backend = trainer_backend(config)
     trainer = Trainer(
         log,
         topics,
-        trainer_backend(config),
+        backend,
         store,
         settings,
         run_dir / "checkpoints",
         make_sender=_make_sender(config, log, topics, stop),
+        score=_score(config, backend),
     )
     return trainer.run(stop)
+
+
+def _score(config: Config, backend: TrainerBackend) -> Score | None:
+    """None: a trainer that cannot put another version in place for a moment."""
+    if config.trainer.backend != "torch" or config.trainer.lora.rank:
+        return None
+    from engine.rollout.loading import on_disk
+    from engine.trainer.scoring import scorer
+    from engine.trainer.torch_backend import TorchBackend
+
+    return scorer(backend, on_disk(Path(config.run.dir))) if isinstance(backend, TorchBackend) else None
 
 
 def _make_sender(config: Config, log: EventLog, topics: Topics, stop: Stop) -> Callable[[int], Sender] | None:
     """None: versions go by files alone."""
     weights = config.weights
-    if weights.transport != "distributed":
+    if weights.transport == "disk":
         return None
     from consumers.outbox import append_patiently
     from engine.weights.membership import Members
-    from engine.weights.sender import BACKENDS, Sender
+    from engine.weights.sender import BACKENDS, IPC, Sender
     from streams import codec
 
-    device = config.model.device if config.trainer.backend == "torch" else "cpu"
+    device = "cpu" if config.trainer.backend == "scalar" else config.model.device
     backend = weights.backend if weights.backend != "auto" else BACKENDS.get(device.partition(":")[0], "gloo")
+    backend = IPC if weights.transport == IPC else backend
 
     def append(event: Event) -> int:
         record = codec.encode(event, producer="trainer")
@@ -291,26 +343,114 @@ def _make_sender(config: Config, log: EventLog, topics: Topics, stop: Stop) -> C
     return make
 
 
+def _adapted(config: Config) -> Adapted | None:
+    """None: whole models are trained and published."""
+    lora = config.trainer.lora
+    if not lora.rank:
+        return None
+    from engine.weights.lora import Adapted, Base
+
+    return Adapted(Base(Path(config.model.path)).digest, lora.alpha / lora.rank)
+
+
 def trainer_backend(config: Config) -> TrainerBackend:
     trainer = config.trainer
     if trainer.backend == "scalar":
         from engine.trainer.scalar_backend import ScalarBackend
 
-        return ScalarBackend(lr=trainer.lr, beta1=trainer.adam_beta1, beta2=trainer.adam_beta2)
+        return ScalarBackend(
+            lr=trainer.lr,
+            beta1=trainer.adam_beta1,
+            beta2=trainer.adam_beta2,
+            estimator=trainer.advantage_estimator,
+        )
+    if trainer.backend in SHARDED:
+        return _ranked_backend(config, _torch_settings(config))
     from engine.trainer.torch_backend import TorchBackend
+
+    return TorchBackend(Path(config.model.path), _torch_settings(config))
+
+
+def _ranked_backend(config: Config, settings: TorchSettings) -> TrainerBackend:
+    """Rank 0 of a trainer of several processes. Those that torchrun has not started are started here."""
+    from engine.trainer.parts import PartSettings
+    from engine.trainer.ranked_backend import RankedBackend
+
+    trainer = config.trainer
+    options = msgspec.to_builtins(getattr(trainer, trainer.backend))
+    part = PartSettings(
+        backend=trainer.backend,
+        model=config.model.path,
+        torch=settings,
+        options=options,
+        bucket_bytes=config.weights.bucket_bytes,
+    )
+    return RankedBackend(part, trainer.n_ranks, place=_place(config))
+
+
+def _place(config: Config) -> Place | None:
+    """Where torchrun has put this process; None: it was not started by torchrun."""
+    from engine.trainer.ranks import place_of
+
+    place = place_of(os.environ)
+    if place is not None and place.size != config.trainer.n_ranks:
+        raise ConfigError(
+            f"trainer.n_ranks = {config.trainer.n_ranks}, and WORLD_SIZE = {place.size} is set: set n_ranks to the "
+            "number of processes that torchrun starts, or unset RANK and WORLD_SIZE to have them started here"
+        )
+    return place
+
+
+def _follower(config: Config) -> int | None:
+    """Be a rank of the trainer above 0, where torchrun has started this process as one; None: it is none."""
+    if config.trainer.backend not in SHARDED:
+        return None
+    place = _place(config)
+    if place is None or place.rank == 0:
+        return None
+    from engine.trainer import follower
+
+    return follower.serve(place)
+
+
+def _torch_settings(config: Config) -> TorchSettings:
     from engine.trainer.torch_settings import TorchSettings
 
-    settings = TorchSettings(
+    trainer = config.trainer
+    return TorchSettings(
         loss=trainer.loss,
         use_rollout_logprobs=trainer.use_rollout_logprobs,
         use_tis=trainer.use_tis,
         eps_clip=trainer.eps_clip,
         eps_clip_high=trainer.eps_clip_high,
+        eps_clip_c=trainer.eps_clip_c,
+        m2_threshold=trainer.m2_threshold,
+        proximal_policy=trainer.proximal_policy,
         tis_clip=trainer.tis_clip,
+        tis_clip_low=trainer.tis_clip_low,
         tis_mode=trainer.tis_mode,
+        tis_level=trainer.tis_level,
+        tis_veto=trainer.tis_veto,
+        use_opsm=trainer.use_opsm,
+        opsm_delta=trainer.opsm_delta,
+        loss_aggregation=trainer.loss_aggregation,
+        loss_constant_length=trainer.loss_constant_length or config.rollout.rollout_max_response_len,
         entropy_coef=trainer.entropy_coef,
         kl_loss_coef=trainer.kl_loss_coef,
+        kl_loss_type=trainer.kl_loss_type,
+        use_unbiased_kl=trainer.use_unbiased_kl,
+        ref_model=trainer.ref_model,
         temperature=config.rollout.rollout_temperature,
+        advantage_estimator=trainer.advantage_estimator,
+        kl_coef=trainer.kl_coef,
+        kl_reward_type=trainer.kl_reward_type,
+        gamma=trainer.gamma,
+        lambd=trainer.lambd,
+        normalize_advantages=trainer.normalize_advantages,
+        value_clip=trainer.value_clip,
+        critic_lr=trainer.critic_lr,
+        critic_lr_warmup=trainer.critic_lr_warmup,
+        num_critic_only_steps=trainer.num_critic_only_steps,
         num_steps_per_rollout=trainer.num_steps_per_rollout,
         lr=trainer.lr,
         lr_schedule=trainer.lr_schedule,
@@ -324,12 +464,16 @@ def trainer_backend(config: Config) -> TrainerBackend:
         weight_decay=trainer.weight_decay,
         clip_grad=trainer.clip_grad,
         micro_batch_tokens=trainer.micro_batch_tokens,
+        packing=trainer.packing,
         dtype=config.model.dtype,
         device=config.model.device,
         attn_implementation=config.model.attn_implementation,
         deterministic=trainer.deterministic,
+        lora_rank=trainer.lora.rank,
+        lora_alpha=trainer.lora.alpha,
+        lora_target_modules=trainer.lora.target_modules,
+        seed=config.run.seed,
     )
-    return TorchBackend(Path(config.model.path), settings)
 
 
 def _engine(config: Config, replica: int) -> RolloutEngine:

@@ -2,8 +2,10 @@
 
 The structs are frozen and know nothing of files; `engine.config` reads and writes them, `engine.config_checks`
 judges how they go together, and docs/configuration.md is generated from them by `engine.configdocs`.
-Three kinds of setting carry a mark in their `doc(...)`:
+Some settings carry a mark in their `doc(...)`:
   `run_data`  part of the run's fingerprint: with another value, what the log holds would be another run's data
+  `added`     `run_data` that came after the first release: its default stands for what was done before, and is no part
+              of the fingerprint, so that older runs go on
   `secret`    must be a reference `env:NAME` or `file:/path`, so that no secret is ever written by us
   `path`      a local path: absolute once loaded, and it moves along with a run directory that is moved
 
@@ -36,12 +38,13 @@ def doc(
     *,
     unit: str = "",
     run_data: bool = False,
+    added: bool = False,
     secret: bool = False,
     path: bool = False,
     **bounds: Any,
 ) -> msgspec.Meta:
     """What a field means, for the reference page; `bounds` are those of msgspec.Meta (ge, gt, le, lt, pattern)."""
-    marks = {"unit": unit, "run_data": run_data, "secret": secret, "path": path}
+    marks = {"unit": unit, "run_data": run_data, "added": added, "secret": secret, "path": path}
     return msgspec.Meta(description=text, extra=marks, **bounds)
 
 
@@ -366,7 +369,8 @@ class RolloutConfig(Section, frozen=True):
     generate: Annotated[
         str,
         doc(
-            "Generate function: `single_turn`, `multi_turn` or `module:function`.",
+            "Generate function: `single_turn`, `multi_turn`, `given` (the labels themselves, for `trainer.loss` = "
+            "`sft`) or `module:function`.",
             run_data=True,
             pattern=FUNCTION_PATH,
         ),
@@ -406,6 +410,14 @@ class RolloutConfig(Section, frozen=True):
     task_deadline_s: Annotated[
         float, doc("Time for one sample, after which it has failed.", unit="s", gt=0)
     ] = 600.0
+    max_logprob_mismatch: Annotated[
+        PositiveFloat | None,
+        doc(
+            "Over it an engine is quarantined: the mean difference of its log-probs from the trainer's, under the same "
+            "weights, over the last samples. Unset: only measured.",
+            unit="nat per token",
+        ),
+    ] = None
     options: Annotated[dict[str, Any], doc("Handed to the generate function as it is.", run_data=True)] = (
         msgspec.field(default_factory=dict)
     )
@@ -445,6 +457,37 @@ class RewardConfig(Section, frozen=True):
     )
 
 
+class TeacherConfig(Section, frozen=True):
+    """On-policy distillation: a model that scores the samples (`trainer.loss` = `opd`), in a daemon of its own."""
+
+    path: Annotated[
+        str,
+        doc(
+            "Local Hugging Face folder of the teacher, with the policy's own tokens; empty: there is none.",
+            run_data=True,
+            added=True,
+            path=True,
+        ),
+    ] = ""
+    replicas: Annotated[
+        int, doc("Teacher daemons; each takes a share of the partitions.", unit="processes", ge=1)
+    ] = 1
+    device: Annotated[
+        str,
+        doc(
+            "Device of the teacher: `cpu`, `cuda`, `musa`, or one of several as in `cuda:1`.", pattern=DEVICE
+        ),
+    ] = "cpu"
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        doc("Type of the teacher's weights and of its computation.", run_data=True, added=True),
+    ] = "float32"
+    micro_batch_tokens: Annotated[
+        int,
+        doc("Padded tokens of one forward pass; a longer sample goes alone.", unit="tokens", ge=1),
+    ] = 8192
+
+
 class CollectorConfig(Section, frozen=True):
     """Joining samples to groups."""
 
@@ -480,16 +523,105 @@ class CollectorConfig(Section, frozen=True):
     ] = None
 
 
+class LoraConfig(Section, frozen=True):
+    """Training a low-rank adapter instead of the whole model (LoRA, arXiv 2106.09685; needs the extra `lora`)."""
+
+    rank: Annotated[
+        int, doc("Rank of the adapter; 0: all weights are trained.", run_data=True, added=True, ge=0)
+    ] = 0
+    alpha: Annotated[
+        float, doc("The adapter's product counts alpha / rank times.", run_data=True, added=True, gt=0)
+    ] = 16.0
+    target_modules: Annotated[
+        tuple[str, ...],
+        doc(
+            "Last names of the layers that are adapted; `all-linear`: all but the output layer.",
+            run_data=True,
+            added=True,
+        ),
+    ] = ("all-linear",)
+
+
+class Fsdp2Config(Section, frozen=True):
+    """How the model is sharded (torch's `fully_shard`): memory against time."""
+
+    reshard_after_forward: Annotated[
+        bool,
+        doc("Drop a layer's gathered weights after its forward, and gather them again for its backward."),
+    ] = True
+    activation_checkpointing: Annotated[
+        bool, doc("Keep the inputs of each layer alone, and compute the rest again in the backward.")
+    ] = False
+    cpu_offload: Annotated[
+        bool,
+        doc("Keep weights, gradients and optimizer in main memory; layers come to the device as needed."),
+    ] = False
+
+
+class MegatronConfig(Section, frozen=True):
+    """How the model is cut over the ranks (megatron-core); names as in Megatron-LM."""
+
+    tensor_model_parallel_size: Annotated[
+        int, doc("Ranks that each weight matrix is cut over.", unit="processes", ge=1)
+    ] = 1
+    pipeline_model_parallel_size: Annotated[
+        int, doc("Stages that the layers are cut into.", unit="processes", ge=1)
+    ] = 1
+    expert_model_parallel_size: Annotated[
+        int, doc("Ranks that the experts of a layer are dealt to.", unit="processes", ge=1)
+    ] = 1
+    expert_tensor_parallel_size: Annotated[
+        PositiveInt | None,
+        doc(
+            "Ranks that each expert's matrices are cut over; unset: `tensor_model_parallel_size`.",
+            unit="processes",
+        ),
+    ] = None
+    sequence_parallel: Annotated[
+        bool,
+        doc(
+            "Cut what lies between the matrices along the sequence, over the tensor-parallel ranks; needed for experts "
+            "on several of them."
+        ),
+    ] = False
+    recompute_granularity: Annotated[
+        Literal["full", "selective"] | None,
+        doc("Activations computed again in the backward pass: of whole layers, or of attention alone."),
+    ] = None
+    recompute_method: Annotated[
+        Literal["uniform", "block"] | None,
+        doc("With `full`: all layers in pieces, or the first layers of a stage alone."),
+    ] = None
+    recompute_num_layers: Annotated[
+        PositiveInt | None,
+        doc("With `full`: layers of one piece, or layers that are recomputed.", unit="layers"),
+    ] = None
+    transformer_impl: Annotated[
+        Literal["local", "transformer_engine"],
+        doc("Layers of megatron-core itself, or of Transformer Engine where it is installed."),
+    ] = "local"
+
+
 class TrainerConfig(Section, frozen=True):
     """Batches, loss and optimizer."""
 
     backend: Annotated[
-        Literal["torch", "scalar"],
+        Literal["torch", "fsdp2", "megatron", "scalar"],
         doc(
-            "`torch`, or `scalar`: one number instead of a model, to run the loop without torch.",
+            "`torch`: one process; `fsdp2`, `megatron`: a model sharded over `n_ranks` processes; `scalar`: one number "
+            "instead of a model, to run the loop without torch.",
             run_data=True,
         ),
     ] = "torch"
+    n_ranks: Annotated[
+        int,
+        doc(
+            "Processes of the trainer. They are started on this machine, each with a device of its own, unless "
+            "torchrun has started them.",
+            unit="processes",
+            ge=1,
+        ),
+    ] = 1
     rollout_batch_size: Annotated[
         int, doc("Groups of one training step.", unit="groups", run_data=True, ge=1)
     ] = 32
@@ -507,14 +639,86 @@ class TrainerConfig(Section, frozen=True):
     last_batch: Annotated[
         Literal["train", "drop"], doc("What to do with a short batch when the data ends.", run_data=True)
     ] = "train"
-    advantage_estimator: Annotated[Literal["grpo"], doc("How rewards become advantages.", run_data=True)] = (
-        "grpo"
-    )
-    loss: Annotated[
-        Literal["ppo", "decoupled_ppo", "tis"],
+    advantage_estimator: Annotated[
+        Literal[
+            "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo", "ppo"
+        ],
         doc(
-            "Policy loss: clipped against the behaviour policy (`ppo`), clipped against a recomputed policy and "
-            "weighted back (`decoupled_ppo`), or weighted only (`tis`).",
+            "How rewards become advantages: by the rewards of the group (`grpo`, `gspo`, `dr_grpo`, `rloo`), of the "
+            "batch (`reinforce_plus_plus`, `reinforce_plus_plus_baseline`), or by a critic (`ppo`).",
+            run_data=True,
+        ),
+    ] = "grpo"
+    kl_coef: Annotated[
+        float,
+        doc(
+            "With `reinforce_plus_plus` and `ppo`: weight of the KL to the reference model in each token's reward.",
+            run_data=True,
+            added=True,
+            ge=0,
+        ),
+    ] = 0.0
+    kl_reward_type: Annotated[
+        Literal["k1", "k2", "k3", "low_var_kl"],
+        doc("Estimator of the KL in the reward.", run_data=True, added=True),
+    ] = "k1"
+    gamma: Annotated[
+        float,
+        doc(
+            "With `reinforce_plus_plus` and `ppo`: discount of a reward for each trained token before it.",
+            run_data=True,
+            added=True,
+            ge=0,
+            le=1,
+        ),
+    ] = 1.0
+    lambd: Annotated[
+        float,
+        doc("With `ppo`: λ of generalised advantage estimation.", run_data=True, added=True, ge=0, le=1),
+    ] = 1.0
+    normalize_advantages: Annotated[
+        bool,
+        doc("With `ppo`: bring a step's advantages to mean 0 and spread 1.", run_data=True, added=True),
+    ] = False
+    value_clip: Annotated[
+        float,
+        doc(
+            "With `ppo`: how far a value may move from what it was before the step; 0: any.",
+            run_data=True,
+            added=True,
+            ge=0,
+        ),
+    ] = 0.2
+    critic_lr: Annotated[
+        PositiveFloat | None,
+        doc("With `ppo`: learning rate of the critic; unset: `lr`.", run_data=True, added=True),
+    ] = None
+    critic_lr_warmup: Annotated[
+        int,
+        doc(
+            "With `ppo`: optimizer steps over which the critic's rate rises from 0.",
+            unit="optimizer steps",
+            run_data=True,
+            added=True,
+            ge=0,
+        ),
+    ] = 0
+    num_critic_only_steps: Annotated[
+        int,
+        doc(
+            "With `ppo`: first steps that train the critic alone, and publish the policy as it is.",
+            unit="steps",
+            run_data=True,
+            added=True,
+            ge=0,
+        ),
+    ] = 0
+    loss: Annotated[
+        Literal["ppo", "decoupled_ppo", "tis", "gspo", "cispo", "m2po", "opd", "sft"],
+        doc(
+            "Policy loss: clipped against the behaviour policy (`ppo`; `gspo` for whole sequences), clipped against a "
+            "recomputed policy and weighted back (`decoupled_ppo`), weighted only (`tis`, `cispo`), weighted less the "
+            "outliers (`m2po`); towards a teacher (`opd`), or the likelihood of the samples (`sft`).",
             run_data=True,
         ),
     ] = "ppo"
@@ -525,12 +729,48 @@ class TrainerConfig(Section, frozen=True):
             run_data=True,
         ),
     ] = True
+    behaviour_policy: Annotated[
+        Literal["recorded", "ignored"],
+        doc(
+            "`ignored` declares that a loss may take no notice of the policy that sampled, which with stale samples is "
+            "refused otherwise.",
+            run_data=True,
+            added=True,
+        ),
+    ] = "recorded"
     eps_clip: Annotated[
         float, doc("Lower clip range of the ratio, and the upper one too.", run_data=True)
     ] = 0.2
     eps_clip_high: Annotated[
         float | None, doc("Upper clip range of the ratio; unset: `eps_clip`.", run_data=True)
     ] = None
+    eps_clip_c: Annotated[
+        float | None,
+        doc(
+            "Dual clip: most that a sample worse than its group may count, as a ratio above 1; unset: off.",
+            run_data=True,
+            added=True,
+        ),
+    ] = None
+    m2_threshold: Annotated[
+        float,
+        doc(
+            "With `m2po`: largest mean square of the log-ratios; the tokens with the largest are masked.",
+            unit="nat²",
+            run_data=True,
+            added=True,
+            gt=0,
+        ),
+    ] = 0.04
+    proximal_policy: Annotated[
+        Literal["recomputed", "interpolated"],
+        doc(
+            "With `decoupled_ppo`: recomputed as the step begins, or interpolated between the policy that sampled and "
+            "the current one, by the age of the token.",
+            run_data=True,
+            added=True,
+        ),
+    ] = "recomputed"
     use_tis: Annotated[
         bool,
         doc(
@@ -539,14 +779,81 @@ class TrainerConfig(Section, frozen=True):
         ),
     ] = False
     tis_clip: Annotated[float, doc("Cap of importance weights.", run_data=True, gt=0)] = 2.0
+    tis_clip_low: Annotated[float, doc("Floor of importance weights.", run_data=True, added=True, ge=0)] = 0.0
     tis_mode: Annotated[
         Literal["truncate", "mask"],
-        doc("Weights over the cap: truncated to it, or their tokens masked.", run_data=True),
+        doc(
+            "Weights over the cap or below the floor: set to it, or their tokens masked (IcePop, MIS).",
+            run_data=True,
+        ),
     ] = "truncate"
+    tis_level: Annotated[
+        Literal["token", "sequence", "geometric"],
+        doc(
+            "Importance weight of a token: its own, the product over its sample, or that product's geometric mean.",
+            run_data=True,
+            added=True,
+        ),
+    ] = "token"
+    tis_veto: Annotated[
+        PositiveFloat | None,
+        doc(
+            "Ratio of a token below which its whole sample is masked, as in 1e-4; unset: none.",
+            run_data=True,
+            added=True,
+        ),
+    ] = None
+    use_opsm: Annotated[
+        bool,
+        doc(
+            "Mask samples worse than their group that the policy has left: mean log-prob over `opsm_delta` below the "
+            "recorded one.",
+            run_data=True,
+            added=True,
+        ),
+    ] = False
+    opsm_delta: Annotated[
+        float,
+        doc("That distance.", unit="nat per token", run_data=True, added=True, ge=0),
+    ] = 1e-4
+    loss_aggregation: Annotated[
+        Literal["token", "sample", "prompt", "constant"] | None,
+        doc(
+            "What counts alike in the loss: trained tokens, samples (means over their tokens), prompts (means over "
+            "the tokens of their samples), or tokens by a constant length (Dr. GRPO); unset: `token`, with `gspo` "
+            "`sample`.",
+            run_data=True,
+            added=True,
+        ),
+    ] = None
+    loss_constant_length: Annotated[
+        PositiveInt | None,
+        doc(
+            "That constant length; unset: `rollout_max_response_len`.",
+            unit="tokens",
+            run_data=True,
+            added=True,
+        ),
+    ] = None
     kl_loss_coef: Annotated[
         float, doc("Weight of the KL term to the initial weights; 0: none is computed.", run_data=True, ge=0)
     ] = 0.0
-    kl_loss_type: Annotated[Literal["k1", "k2", "k3"], doc("Estimator of the KL term.", run_data=True)] = "k3"
+    kl_loss_type: Annotated[
+        Literal["k1", "k2", "k3", "low_var_kl"], doc("Estimator of the KL term.", run_data=True)
+    ] = "k3"
+    use_unbiased_kl: Annotated[
+        bool,
+        doc("Weight the KL term by the ratio to the policy that sampled.", run_data=True, added=True),
+    ] = False
+    ref_model: Annotated[
+        str,
+        doc(
+            "Hugging Face folder of the reference model of the KL terms; empty: `model.path`, the initial weights.",
+            run_data=True,
+            added=True,
+            path=True,
+        ),
+    ] = ""
     entropy_coef: Annotated[float, doc("Weight of the entropy bonus.", run_data=True, ge=0)] = 0.0
     lr: Annotated[float, doc("Learning rate at its height.", run_data=True, gt=0)] = 1e-6
     lr_schedule: Annotated[
@@ -580,6 +887,14 @@ class TrainerConfig(Section, frozen=True):
             ge=1,
         ),
     ] = 8192
+    packing: Annotated[
+        bool,
+        doc(
+            "Lay samples one after another in a forward pass, instead of padding them to a common length.",
+            run_data=True,
+            added=True,
+        ),
+    ] = False
     deterministic: Annotated[
         bool, doc("Ask torch for deterministic kernels, so that a replay gives the same bits.", run_data=True)
     ] = True
@@ -587,6 +902,9 @@ class TrainerConfig(Section, frozen=True):
         int,
         doc("Steps in a row that may be skipped (loss or gradient not finite) before the run fails.", ge=0),
     ] = 3
+    lora: Annotated[LoraConfig, doc("An adapter instead of the whole model.")] = LoraConfig()
+    fsdp2: Annotated[Fsdp2Config, doc('Of `trainer.backend = "fsdp2"`.')] = Fsdp2Config()
+    megatron: Annotated[MegatronConfig, doc('Of `trainer.backend = "megatron"`.')] = MegatronConfig()
 
 
 class StalenessConfig(Section, frozen=True):
@@ -607,8 +925,9 @@ class WeightsConfig(Section, frozen=True):
     transport: Annotated[
         Literal["disk", "distributed", "ipc"],
         doc(
-            "`disk`: files of the run directory; `distributed`: broadcast to a group of engines (the files stay the "
-            "truth, and what an engine that missed a broadcast catches up from)."
+            "`disk`: files of the run directory; `distributed`: broadcast to a group of engines; `ipc`: memory shared "
+            "with engines of the trainer's host, which may be on its very GPU. With each the files stay the truth, and "
+            "what an engine that missed a version catches up from."
         ),
     ] = "disk"
     kind: Annotated[
@@ -690,6 +1009,7 @@ class Config(Section, frozen=True):
     model: ModelConfig = ModelConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    teacher: TeacherConfig = TeacherConfig()
     collector: CollectorConfig = CollectorConfig()
     trainer: TrainerConfig = TrainerConfig()
     staleness: StalenessConfig = StalenessConfig()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.support.kafka import kafka, kafka_folder, make_kafka, own_kafka, prefix, prepare_for
 
 __all__ = ["kafka", "kafka_folder", "make_kafka", "own_kafka", "prefix"]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`: files that need the same costly server go to one worker."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from tests.support.parallel import OneServer
+
+    return OneServer(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -91,7 +91,7 @@ def test_the_core_needs_no_torch_and_no_extra_asks_for_torch_musa() -> None:
     assert core == {"msgspec", "numpy", "rich", "safetensors", "tomli", "zstandard"}
     extras = PROJECT["project"]["optional-dependencies"]
     assert set(extras) == {
-        "kafka", "kafka-fast", "train", "ray", "sglang", "megatron", "musa", "dashboard", "export", "dev"
+        "kafka", "kafka-fast", "train", "lora", "ray", "sglang", "megatron", "musa", "dashboard", "export", "dev"
     }  # fmt: skip
     # No index has it: it comes with the vendor's image, and naming it makes the extra impossible to install.
     assert not [

@@ -108,6 +108,7 @@ def _tables(args: argparse.Namespace, config: Config) -> int:
             to=args.to,
             choice=_choice(args),
             open_table=open_table,
+            estimator=config.trainer.advantage_estimator,
             say=lambda text: logger.info("%s", text),
         )
         done = export.run()

@@ -97,7 +97,7 @@ def require_model(config: Config) -> None:
     """Raise ConfigError if the model that the steps begin with is not on this machine."""
     from engine.commands.rundir import IMPORTED_FILE
 
-    if config.trainer.backend != "torch" or (Path(config.model.path) / "config.json").is_file():
+    if config.trainer.backend == "scalar" or (Path(config.model.path) / "config.json").is_file():
         return
     why = ""
     if (Path(config.run.dir) / IMPORTED_FILE).is_file():

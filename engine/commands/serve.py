@@ -24,7 +24,7 @@ EXAMPLE = """  millstream serve trainer my.toml
 
 FENCED = 3  # exit code of a trainer whose run another trainer has taken over
 
-ROLES = ("feeder", "rollout", "reward", "collector", "trainer", "evaluator")
+ROLES = ("feeder", "rollout", "reward", "teacher", "collector", "trainer", "evaluator")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -188,9 +188,9 @@ def drift_budget(trainer: TrainerConfig) -> Budget:
     """
     from replay.ages.sweep import Budget
 
-    if trainer.loss == "ppo" and trainer.use_rollout_logprobs:
+    if trainer.loss in ("gspo", "m2po", "opd") or (trainer.loss == "ppo" and trainer.use_rollout_logprobs):
         return Budget(0.25, "a loss clipped against the policy that sampled")
-    if trainer.loss in ("tis", "decoupled_ppo") or trainer.use_tis:
+    if trainer.loss in ("tis", "decoupled_ppo", "cispo") or trainer.use_tis:
         return Budget(0.06, "a loss that only weights by the policy that sampled")
     return Budget(0.0, "the loss does not look at the policy that sampled")
 

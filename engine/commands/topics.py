@@ -1,4 +1,5 @@
-"""`millstream topics`: what lies in each topic, and how far each group of readers has come; or make the topics."""
+"""`millstream topics`: what lies in each topic, how far each group of readers has come, and which engine holds what;
+or make the topics."""
 
 from __future__ import annotations
 
@@ -13,10 +14,12 @@ if TYPE_CHECKING:
     from engine.settings import Config
 
 NAME = "topics"
-HELP = "topics, offsets and the lag of each group"
+HELP = "topics, offsets, the lag of each group, and the engines"
 DESCRIPTION = """List the run's topics with the offsets they keep, then what each group of readers has read and its
-lag. A group's positions are hints that it leaves now and then, for display only. Reads, never
-writes: safe beside a live run.
+lag. A group's positions are hints that it leaves now and then, for display only. Then the engines:
+the state of each, the version and digest that it acknowledged, by which transport it came, since
+when, and when its daemon was last heard of (one that was killed says nothing any more). Reads,
+never writes: safe beside a live run.
 
 With --create, make the run's topics instead, with the partitions, retention, record size and
 replication of the configuration, and say which were made and which were there. A topic that is
@@ -24,16 +27,20 @@ there and not as the run needs it is refused by name. `millstream run` does the 
 is started by itself on Kafka does not, and auto-creation is never relied upon."""
 EXAMPLE = """  millstream topics runs/demo
   millstream topics runs/demo --json | jq 'select(.topic == "rewards")'
+  millstream topics runs/demo --json | jq 'select(.engine) | {engine, state, version, digest}'
   millstream topics my.toml --create"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_config(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object per partition (or topic made)")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON object per partition and per engine (or topic made)"
+    )
     parser.add_argument("--create", action="store_true", help="make the topics that are not there")
 
 
 def execute(args: argparse.Namespace) -> int:
+    from replay import fleet
     from replay import topics as view
 
     config = common.load(args)
@@ -42,7 +49,11 @@ def execute(args: argparse.Namespace) -> int:
         return 0
     with common.open_for_reading(config) as log:
         rows = view.partition_rows(log, common.topics_of(config))
-    sys.stdout.write(view.as_json(rows) if args.json else view.as_table(rows))
+        engines = fleet.fleet_rows(log, common.topics_of(config))
+    if args.json:
+        sys.stdout.write(view.as_json(rows) + fleet.as_json(engines))
+    else:
+        sys.stdout.write("\n".join(filter(None, (view.as_table(rows), fleet.as_table(engines)))))
     return 0
 
 

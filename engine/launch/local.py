@@ -317,6 +317,9 @@ def daemons_of(config: Config) -> list[DaemonSpec]:
     daemons = [DaemonSpec("feeder")]
     for role, replicas in (("rollout", config.rollout.replicas), ("reward", config.reward.replicas)):
         daemons += [DaemonSpec(role, replica, replicas) for replica in range(replicas)]
+    if config.teacher.path:
+        replicas = config.teacher.replicas
+        daemons += [DaemonSpec("teacher", replica, replicas) for replica in range(replicas)]
     daemons += [DaemonSpec("collector"), DaemonSpec("trainer")]
     if has_evaluator(config):
         daemons.append(DaemonSpec("evaluator"))

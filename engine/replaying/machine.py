@@ -34,7 +34,7 @@ def made_with(saved: Sequence[CheckpointSaved], folder: Path) -> dict[str, Any]:
 
 def set_threads(config: Config, then: Mapping[str, Any]) -> None:
     """Have torch compute with as many threads as the run did; for the whole process, before the backend is made."""
-    if config.trainer.backend != "torch":
+    if config.trainer.backend == "scalar":
         return
     threads = then.get("threads")
     if not isinstance(threads, int) or threads < 1:  # no checkpoint, or a run on an accelerator
@@ -47,13 +47,15 @@ def set_threads(config: Config, then: Mapping[str, Any]) -> None:
 
 def here(config: Config) -> dict[str, Any]:
     """The same facts of this process; {} without torch."""
-    if config.trainer.backend != "torch":
+    if config.trainer.backend == "scalar":
         return {}
     import torch
 
     from engine.trainer.torch_state import environment
 
     facts = environment(torch.device(config.model.device))
+    if config.trainer.backend != "torch":
+        facts["ranks"] = config.trainer.n_ranks
     return facts | {"torch": str(facts["torch"])}  # it is a subclass of str
 
 

@@ -14,17 +14,32 @@ from engine.config_fields import get, leaves
 from engine.config_toml import show
 from streams.errors import ConfigError
 
-PLACES = ("model.device", "model.path")  # where the steps are made again, which is no other experiment
+# where the steps are made again, which is no other experiment
+PLACES = ("model.device", "model.path", "trainer.n_ranks")
 LIMIT, ON_STALE = "staleness.max_weight_staleness", "staleness.on_stale"
-_SCALAR = ("trainer.lr", "trainer.adam_beta1", "trainer.adam_beta2")
+_SCALAR = ("trainer.advantage_estimator", "trainer.lr", "trainer.adam_beta1", "trainer.adam_beta2")
 _TORCH = (
     *("trainer.loss", "trainer.advantage_estimator", "trainer.use_rollout_logprobs", "trainer.use_tis"),
-    *("trainer.eps_clip", "trainer.eps_clip_high", "trainer.tis_clip", "trainer.tis_mode"),
-    *("trainer.entropy_coef", "trainer.kl_loss_coef"),
+    *("trainer.behaviour_policy", "trainer.proximal_policy", "trainer.m2_threshold"),
+    *("trainer.eps_clip", "trainer.eps_clip_high", "trainer.eps_clip_c"),
+    *(
+        "trainer.tis_clip",
+        "trainer.tis_clip_low",
+        "trainer.tis_mode",
+        "trainer.tis_level",
+        "trainer.tis_veto",
+    ),
+    *("trainer.use_opsm", "trainer.opsm_delta", "trainer.loss_aggregation", "trainer.loss_constant_length"),
+    *("trainer.entropy_coef", "trainer.kl_loss_coef", "trainer.kl_loss_type", "trainer.use_unbiased_kl"),
+    "trainer.ref_model",
+    *("trainer.kl_coef", "trainer.kl_reward_type", "trainer.gamma", "trainer.lambd"),
+    *("trainer.normalize_advantages", "trainer.value_clip", "trainer.critic_lr", "trainer.critic_lr_warmup"),
+    "trainer.num_critic_only_steps",
     *("trainer.lr", "trainer.lr_schedule", "trainer.lr_warmup", "trainer.lr_hold", "trainer.lr_end"),
     *("trainer.adam_beta1", "trainer.adam_beta2", "trainer.adam_eps", "trainer.weight_decay"),
     *("trainer.clip_grad", "trainer.num_steps_per_rollout", "trainer.global_batch_size"),
-    *("trainer.micro_batch_tokens", "trainer.deterministic", "model.dtype", "model.attn_implementation"),
+    *("trainer.micro_batch_tokens", "trainer.packing", "trainer.deterministic"),
+    *("model.dtype", "model.attn_implementation"),
 )
 
 

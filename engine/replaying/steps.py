@@ -101,7 +101,7 @@ def build(config: Config) -> TrainerBackend:
     """The run's own trainer backend, with its initial weights. Raises ConfigError when the model is not there."""
     from engine import roles
 
-    if config.trainer.backend == "torch":
+    if config.trainer.backend != "scalar":
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()  # stderr is a log here

@@ -23,22 +23,27 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from consumers.batches import Buffer, Rule
 from consumers.ledger import Ledger
 from consumers.losses import Losses
 from consumers.outbox import append_patiently
 from consumers.runner import Clock, Patience, Reader, Stop, now_ms, records_backwards, task_event
 from consumers.telemetry import SUMS
-from engine.interfaces import BadStep, TrainerBackend
+from engine.interfaces import BadStep, TrainBatch, TrainerBackend
 from engine.trainer.checkpoint import prune_checkpoints, save_checkpoint
 from engine.trainer.lost import LOST, lost_groups
+from engine.trainer.mismatch import Maker, MismatchWatch, as_columns, compared_makers, recall
 from engine.trainer.payloads import BadPayload, Payloads, train_batch
+from engine.trainer.probe import Probed, Score, probe
 from engine.trainer.publisher import Publisher
 from engine.trainer.resume import History, Start, resume
 from engine.trainer.saver import Saver
 from engine.trainer.settings import LoopSettings
 from engine.weights.sender import Sender
-from engine.weights.store import WeightStore, digest, snapshot
+from engine.weights.store import WeightStore, digest
 from streams import codec
 from streams.errors import ConfigError, Fenced, LogFull, LogUnavailable, MillstreamError
 from streams.events import (
@@ -64,6 +69,9 @@ from streams.topics import Topics
 
 logger = logging.getLogger(__name__)
 
+QUARANTINED = (
+    "quarantined"  # outcome of groups with a sample of an engine whose log-probs are not to be believed
+)
 SAVE_LAST = timedelta(seconds=1)  # for a checkpoint under way when the trainer is asked to stop
 PUBLISH_DEADLINE = timedelta(minutes=15)  # of writing weights that are on their way when the loop ends
 
@@ -82,7 +90,8 @@ MakeSender = Callable[[int], Sender]  # of an epoch
 class Trainer:
     """`Trainer(log, topics, backend, store, settings, checkpoints).run(stop)` → exit code.
 
-    `make_sender`: for versions that are broadcast too; None: engines take files alone.
+    `make_sender`: for versions that are broadcast too; None: engines take files alone. `score`: for samples that are to
+    be measured under their own version; None: only those compare that are trained by the version that sampled them.
     """
 
     def __init__(
@@ -95,6 +104,7 @@ class Trainer:
         checkpoints: Path,
         *,
         make_sender: MakeSender | None = None,
+        score: Score | None = None,
         clock: Clock = now_ms,
         poll: timedelta = timedelta(milliseconds=100),
     ) -> None:
@@ -103,7 +113,8 @@ class Trainer:
         self.ledger = Ledger(log, topics, limit=settings.max_weight_staleness)
         self.reader = Reader(log, topics, "trainer", clock)
         self.losses = Losses("trainer", settings.on_lost)
-        self.payloads = Payloads(log, topics, backend.refuses)
+        self.payloads = Payloads(log, topics, backend.refuses, with_teacher=backend.inputs.with_teacher)
+        self.mismatch = MismatchWatch(settings.max_logprob_mismatch)
         self._history: list[tuple[Record, Event]] = []  # valid ledger records read before the epoch begins
         self.epoch = -1
         self.step = self.version = 0
@@ -114,6 +125,7 @@ class Trainer:
         self._checkpointed = 0
         self._stop: Stop = lambda: False
         self._make_sender, self._sender = make_sender, None
+        self._score = score
         self._incarnation = f"trainer-{os.getpid()}-{secrets.token_hex(4)} on {socket.gethostname()}"
 
     # -- life
@@ -133,6 +145,10 @@ class Trainer:
         self.step, self.version, self._checkpointed = start.step, start.version, start.step
         for cut, bad in start.unrecorded:  # killed between the cut and its StepSkipped
             self._append_skipped(cut, bad)
+        if self.settings.max_logprob_mismatch is not None:
+            cuts = [(event.epoch, event.step) for _, event in history if isinstance(event, BatchCut)]
+            recall(self.log, self.topics, cuts, self.mismatch)
+            self._quarantine()  # killed before it was written
         self.buffer = self._buffer(start)
         if self._make_sender is not None:
             self._sender = self._make_sender(self.epoch)
@@ -315,7 +331,11 @@ class Trainer:
             return f"version {self.version} to be published"
         if self.ledger.ending is not None:
             return "the feeder's DataEnded"
-        return f"groups for step {self.step + 1}: {len(self.buffer)} of {self.settings.rollout_batch_size} are there"
+        there = f"{len(self.buffer)} of {self.settings.rollout_batch_size} are there"
+        quarantined = sorted({engine for engine, _ in self.ledger.quarantined})
+        if quarantined:
+            there += f" (quarantined so far, and of use again once started anew: {', '.join(quarantined)})"
+        return f"groups for step {self.step + 1}: {there}"
 
     def _read_groups(self) -> None:
         topic = self.topics.name("groups")
@@ -346,14 +366,20 @@ class Trainer:
         return 0
 
     def _prepare(self, size: int) -> bool:
-        """Have the payloads of the next `size` groups; a group with a bad one is dropped by name."""
+        """Have the payloads of the next `size` groups; a group with a bad one, or with one that a quarantined engine
+        made, is dropped by name."""
         good = True
         for partition, _, event in self.buffer.waiting()[:size]:
             try:
-                self.payloads.prepare(partition, event)
+                makers = self.payloads.prepare(partition, event)
             except BadPayload as bad:
                 logger.warning("trainer: group %s dropped: %s", event.group_id, bad)
                 self.buffer.refuse(event.seq, "bad_payload", str(bad))
+                good = False
+                continue
+            if banned := sorted(makers & self.ledger.quarantined.keys()):
+                detail = ", ".join(f"made by {engine} {incarnation}" for engine, incarnation in banned)
+                self.buffer.refuse(event.seq, QUARANTINED, detail)
                 good = False
         return good
 
@@ -361,8 +387,10 @@ class Trainer:
         waited = time.monotonic() - self._ended_at
         cut = self._cut(size, rule)
         began = time.monotonic()
+        batch = train_batch(cut, self.payloads, self.ledger.lineage, self.backend.inputs)
+        makers = compared_makers(batch, self.ledger.lineage, self.settings.num_steps_per_rollout)
         try:
-            metrics = self.backend.step(train_batch(cut, self.payloads, self.ledger.lineage))
+            metrics = self.backend.step(batch)
         except BadStep as bad:
             self._skip(cut, bad)
             return
@@ -372,10 +400,24 @@ class Trainer:
             self._publish()
         if self.step % self.settings.checkpoint_every == 0:
             self._save_checkpoint()
+        probed = self._probe(batch)
         self._ended_at = time.monotonic()
         metrics["step_s"], metrics["wait_s"] = self._ended_at - began, waited
         metrics["busy"] = (self._ended_at - began) / max(1e-9, waited + self._ended_at - began)
-        self._report(cut, metrics)
+        self._report(cut, metrics, makers, probed)
+        self._quarantine()
+
+    def _probe(self, batch: TrainBatch) -> Probed | None:
+        return None if self._score is None else probe(self._score, batch, self.mismatch, self.ledger.recent)
+
+    def _quarantine(self) -> None:
+        """Engines whose log-probs are too far from the trainer's: from this record on nothing of theirs is trained."""
+        for found in self.mismatch.over():
+            if found.maker not in self.ledger.quarantined:
+                logger.error("trainer: step %d: %s", self.step, found.sentence())
+                self._append(found.record(epoch=self.epoch, step=self.step, at_ms=self.clock()))
+                self.ledger.catch_up()
+            self.mismatch.forget(found.maker)
 
     def _cut(self, size: int, rule: Rule) -> BatchCut:
         """Append the step's record. From here on it is this step, whatever happens to this process."""
@@ -455,7 +497,7 @@ class Trainer:
     # -- weights and checkpoints
     def _publish(self, *, forked_at: int = -1) -> None:
         self._publisher.publish(
-            snapshot(self.backend.weights()),
+            self.backend.weights(),
             self.version,
             self.step,
             forked_at=forked_at,
@@ -571,8 +613,15 @@ class Trainer:
         ledger = self.topics.name("ledger")
         return append_patiently(self.log, ledger, 0, [record], who="trainer", stop=self._stop)
 
-    def _report(self, cut: BatchCut, metrics: dict[str, float]) -> None:
+    def _report(
+        self,
+        cut: BatchCut,
+        metrics: dict[str, float],
+        makers: Sequence[Maker | None],
+        probed: Probed | None = None,
+    ) -> None:
         sums = self.backend.trajectory_sums
+        engines, compared = as_columns(makers[: len(sums)])
         measured = StepMeasured(
             step=cut.step,
             epoch=cut.epoch,
@@ -581,11 +630,13 @@ class Trainer:
             n_samples=len(sums),
             sums=sums.astype("<f8").tobytes(),
             values=metrics,
+            engines=engines,
+            compared=compared,
             at_ms=self.clock(),
         )
         members = [member for group in cut.groups for member in group.members]
         trained = [member for member in members if member.staleness >= 0]
-        values = dict(metrics)
+        values = dict(metrics) | self._compare(cut.step, makers, sums, probed)
         values["reward_mean"] = sum(member.reward for member in members) / len(members)
         values["tokens"] = float(sum(member.n_trainable_tokens for member in members))
         values["staleness_mean"] = sum(member.staleness for member in trained) / max(1, len(trained))
@@ -595,13 +646,18 @@ class Trainer:
         values["lost"] = float(self.losses.count)
         values["checkpoint_s"] = self._saver.seconds
         values["checkpoints_failed"] = float(self._saver.failed)
+        if self._sender is not None:
+            values |= self._sender.gauges()
         for member in trained:
             key = f"staleness/{member.staleness}"
             values[key] = values.get(key, 0.0) + 1.0
         for reason, count in self._drops.items():
             values[f"dropped/{reason}"] = float(count)
         event = Metrics(source="trainer", step=cut.step, values=values, at_ms=self.clock())
-        records = [codec.encode(each, producer="trainer") for each in (measured, event)]
+        told: list[Event] = [measured, event]
+        if probed is not None:
+            told.append(probed.record(epoch=self.epoch, step=cut.step, names=SUMS, at_ms=self.clock()))
+        records = [codec.encode(each, producer="trainer") for each in told]
         self.log.submit(self.topics.name("metrics"), 0, records)
         self.log.commit_hint(
             self.topics.group("trainer"),
@@ -609,6 +665,20 @@ class Trainer:
                 TopicPartition(self.topics.name("groups"), partition): position
                 for partition, position in enumerate(cut.positions)
             },
+        )
+
+    def _compare(
+        self,
+        step: int,
+        makers: Sequence[Maker | None],
+        sums: NDArray[np.float64],
+        probed: Probed | None,
+    ) -> dict[str, float]:
+        """Metrics of the mismatch watch."""
+        if probed is None:
+            return self.mismatch.add(step, makers, sums)
+        return self.mismatch.add(
+            step, [*makers[: len(sums)], *probed.makers], np.concatenate([sums, probed.sums])
         )
 
 

@@ -39,6 +39,10 @@ class Policy(Protocol):
         """Log-probs [n] of each micro-batch's trained tokens under the weights as they are now, without a gradient."""
         ...
 
+    def score_reference(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
+        """The same under the frozen weights of the reference model. Asked only where the loss has a KL term."""
+        ...
+
     def clip_gradient(self, limit: float) -> float:
         """Scale the gradient to a norm of at most `limit`; returns the norm before, over all ranks."""
         ...

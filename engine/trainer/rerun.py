@@ -102,7 +102,7 @@ def _steps(
 
 def _step(cut: BatchCut, payloads: Payloads, lineage: Lineage, backend: TrainerBackend) -> StepRedone:
     try:
-        metrics = backend.step(train_batch(cut, payloads, lineage))
+        metrics = backend.step(train_batch(cut, payloads, lineage, backend.inputs))
     except BadPayload as gone:
         raise LogError(
             f"step {cut.step} cannot be made again from the log: {gone}. The log must keep trajectories at least since "

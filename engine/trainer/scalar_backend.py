@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from consumers.telemetry import SUMS
-from engine.interfaces import BadStep, CheckpointError, TrainBatch, TrainSample
+from engine.interfaces import BadStep, CheckpointError, Inputs, TrainBatch, TrainSample
 from streams.trajectory import Payload
 
 STATE_FILE = "scalar.json"
@@ -38,8 +38,15 @@ class ScalarBackend:
     """
 
     def __init__(
-        self, *, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.95, initial: float = 0.0
+        self,
+        *,
+        lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        initial: float = 0.0,
+        estimator: str = "grpo",
     ) -> None:
+        self.inputs = Inputs(estimator)
         self._lr, self._beta1, self._beta2 = lr, beta1, beta2
         self._w, self._mean, self._square = float(initial), 0.0, 0.0
         self._steps = 0

@@ -22,4 +22,8 @@ class LoopSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_keep_last: int = 3
     checkpoint_keep_every: int | None = None  # steps
     max_bad_steps: int = 3  # in a row
+    num_steps_per_rollout: int = 1  # optimizer steps of one batch
+    max_logprob_mismatch: float | None = (
+        None  # nat per token, over which an engine is quarantined; None: measured only
+    )
     on_lost: OnLost = "stop"  # groups that retention removed unread: fail, or drop them as `lost`

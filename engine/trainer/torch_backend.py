@@ -26,8 +26,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from consumers.telemetry import SUMS, summarize, trajectory_sums
-from engine.algorithms.logprobs import FlatBatch, MicroBatch, micro_batches, token_logprobs
+from engine.algorithms import packing
+from engine.algorithms.logprobs import (
+    FlatBatch,
+    MicroBatch,
+    micro_batches,
+    packed_micro_batches,
+    token_logprobs,
+)
 from engine.interfaces import BadStep, CheckpointError, TrainBatch
+from engine.trainer.critic import ActorCritic, Critic
+from engine.trainer.lora import ADAPTER_FILE, Adapter
 from engine.trainer.plan import plan_step
 from engine.trainer.policy import Alone, MicroLoss
 from engine.trainer.stepper import Measured, Stepper
@@ -43,6 +52,7 @@ from engine.trainer.torch_state import (
     warn_of_other_machine,
     write_tensors,
 )
+from engine.weights.lora import Base
 from engine.weights.tensors import snapshot
 from streams.errors import ConfigError
 from streams.trajectory import Payload
@@ -54,13 +64,16 @@ RNG_FILE = "rng.safetensors"
 class TorchPolicy:
     """The model and its AdamW: what a step asks of them (engine/trainer/policy.py)."""
 
-    def __init__(self, model: Any, settings: TorchSettings) -> None:
-        self.settings, self.model = settings, model
+    def __init__(self, model: Any, settings: TorchSettings, reference: Any = None) -> None:
+        self.settings, self.model, self._reference = settings, model, reference
         self.device = torch.device(settings.device)
-        self.parameters = dict(model.named_parameters())  # a tied one under its first name
+        # those that are trained; a tied one under its first name
+        self.parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.optimizer = make_optimizer(self.parameters.values(), settings)
 
     def micro_batches(self, flat: FlatBatch, rows: NDArray[np.int64]) -> list[MicroBatch]:
+        if self.settings.packing:
+            return packed_micro_batches(flat, rows, self.settings.micro_batch_tokens, self.device)
         return list(micro_batches(flat, rows, self.settings.micro_batch_tokens, self.device))
 
     def backward(self, micros: Sequence[MicroBatch], loss: MicroLoss) -> None:
@@ -74,11 +87,17 @@ class TorchPolicy:
                 )
             loss(micro, now).backward()
 
-    @torch.no_grad()
     def score(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
+        return self._score(self.model, micros)
+
+    def score_reference(self, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
+        return self._score(self._reference, micros)
+
+    @torch.no_grad()
+    def _score(self, model: Any, micros: Sequence[MicroBatch]) -> Iterator[tuple[MicroBatch, Tensor]]:
         for micro in micros:
             with self._autocast():
-                now = token_logprobs(self.model, micro, temperature=self.settings.temperature).logprobs
+                now = token_logprobs(model, micro, temperature=self.settings.temperature).logprobs
             yield micro, now
 
     def clip_gradient(self, limit: float) -> float:
@@ -125,11 +144,30 @@ class TorchBackend:
         self.settings = settings
         self.device = torch.device(settings.device)
         set_up_torch(settings)
-        self.model = load_model(model_folder, settings).to(self.device)
-        self.policy = TorchPolicy(self.model, settings)
+        self.model = load_model(model_folder, settings)
+        self._base = Base(model_folder) if settings.lora_rank else None
+        self._adapter = Adapter(self.model, settings) if settings.lora_rank else None
+        self.model.to(self.device)
+        self.policy = TorchPolicy(self.model, settings, self._load_reference(model_folder))
         self._stepper = Stepper(self.policy, Alone(), settings, partial(learning_rate, settings))
+        is_ppo = settings.advantage_estimator == "ppo"
+        self._critic = Critic(load_model(model_folder, settings), settings) if is_ppo else None
+        self.inputs = settings.inputs
         self._limits = Limits.of(self.model)
         self.trajectory_sums: NDArray[np.float64] = np.zeros((0, len(SUMS)))
+
+    def _load_reference(self, model_folder: Path) -> Any:
+        """The frozen model that the loss is tied to; None without a KL term. Nothing of it is in a checkpoint."""
+        if not self.settings.needs_reference:
+            return None
+        folder = Path(self.settings.ref_model) if self.settings.ref_model else model_folder
+        reference = load_model(folder, self.settings, key="trainer.ref_model").requires_grad_(False)
+        if Limits.of(reference).vocab_size != Limits.of(self.model).vocab_size:
+            raise ConfigError(
+                f"trainer.ref_model = {str(folder)!r}: {Limits.of(reference).vocab_size} tokens, the model has "
+                f"{Limits.of(self.model).vocab_size}; a reference model needs the same vocabulary"
+            )
+        return reference.to(self.device)
 
     @property
     def optimizer_steps(self) -> int:
@@ -146,18 +184,25 @@ class TorchBackend:
         against weights that earlier ones have moved. Raises BadStep.
         """
         started = time.perf_counter()
-        plan = plan_step(batch, self.settings.num_steps_per_rollout)
+        plan = plan_step(batch, self.settings)
         self._limits.check(batch)
-        measured = self._stepper.take(plan)
+        more: dict[str, float] = {}
+        if self._critic is None:
+            measured = self._stepper.take(plan)
+        else:
+            measured, more = ActorCritic(self._stepper, self._critic).take(plan)
         self.trajectory_sums = sums_of(plan.flat, measured)
-        return metrics_of(measured, self.trajectory_sums) | {"seconds": time.perf_counter() - started}
+        more["seconds"] = time.perf_counter() - started
+        return metrics_of(measured, self.trajectory_sums) | more
 
     # ---------------------------------------------------------------- weights and state
     def weights(self) -> dict[str, Tensor]:
-        """All weights by their Hugging Face names, in `dtype`; tied ones share memory.
+        """All weights by their Hugging Face names, in `dtype`; tied ones share memory. Of an adapter: it alone.
 
         In float32 they are the live tensors: take a snapshot if the next step comes before they are written.
         """
+        if self._adapter is not None:
+            return self._adapter.tensors()
         state = self.model.state_dict()
         if self.settings.dtype == "float32":
             return dict(state)
@@ -170,21 +215,39 @@ class TorchBackend:
             state[name] = cast[key]
         return dict(state)
 
+    @property
+    def _weights_file(self) -> str:
+        return MODEL_FILE if self._adapter is None else ADAPTER_FILE
+
+    def _trained(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of the model: live tensors, in float32."""
+        return dict(self.model.state_dict()) if self._adapter is None else self._adapter.tensors()
+
     def snapshot(self) -> Callable[[Path], None]:
         """Copies in main memory of model, moments, RNG and counters.
 
         What is returned writes model.safetensors (float32, with config.json: a Hugging Face folder) and beside it
-        optimizer.safetensors, rng.safetensors and trainer.json.
+        optimizer.safetensors, rng.safetensors and trainer.json. Of an adapter: the folder that PEFT opens, without the
+        base model, whose digest is in trainer.json.
         """
         parts = {
-            MODEL_FILE: snapshot(self.model.state_dict()),
+            self._weights_file: snapshot(self._trained()),
             OPTIMIZER_FILE: snapshot(moments_of(self.policy.optimizer, self.policy.parameters)),
             RNG_FILE: snapshot(rng_state(self.device)),
         }
         state = {"optimizer_steps": self.optimizer_steps, "made_with": environment(self.device)}
+        if self._base is not None:
+            state["base_digest"] = self._base.digest
+
+        write_critic = None if self._critic is None else self._critic.snapshot()
 
         def write(folder: Path) -> None:
-            self.model.config.save_pretrained(folder)
+            if write_critic is not None:
+                write_critic(folder)
+            if self._adapter is None:
+                self.model.config.save_pretrained(folder)
+            else:
+                self._adapter.write_config(folder)
             for name, tensors in parts.items():
                 write_tensors(folder / name, tensors)
             (folder / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
@@ -197,7 +260,7 @@ class TorchBackend:
         `fresh_optimizer` takes the weights alone and starts AdamW and its schedule anew, whatever the folder holds.
         Raises CheckpointError naming the part that is missing or does not fit.
         """
-        weights = read_tensors(folder / MODEL_FILE, self.model.state_dict())
+        weights = read_tensors(folder / self._weights_file, self._trained())
         own = moments_of(self.policy.optimizer, self.policy.parameters)
         if fresh_optimizer:
             moments, state, rng = {name: torch.zeros_like(held) for name, held in own.items()}, {}, None
@@ -208,10 +271,20 @@ class TorchBackend:
         steps = state.get("optimizer_steps", 0 if fresh_optimizer else None)
         if not isinstance(steps, int) or steps < 0:
             raise CheckpointError(f"{folder / STATE_FILE}: optimizer_steps is {steps!r}, a count is needed")
+        if self._base is not None and state.get("base_digest", self._base.digest) != self._base.digest:
+            raise CheckpointError(
+                f"{folder}: an adapter of a base model with digest {state['base_digest'][:16]}, model.path holds "
+                f"{self._base.digest[:16]}"
+            )
+        settle_critic = None
+        if self._critic is not None:
+            settle_critic = self._critic.read(folder, fresh_optimizer=fresh_optimizer)
         with torch.no_grad():
-            for held, read in ((self.model.state_dict(), weights), (own, moments)):
+            for held, read in ((self._trained(), weights), (own, moments)):
                 for name, tensor in held.items():
                     tensor.copy_(read[name])
+        if settle_critic is not None:
+            settle_critic()
         if rng is not None:
             set_rng_state(rng, self.device)
         self._stepper.optimizer_steps = steps
@@ -248,7 +321,7 @@ class Limits:
 def sums_of(flat: FlatBatch, measured: Measured) -> NDArray[np.float64]:
     """The step's sums of each trajectory, [S, 10]."""
     log_ratios = measured.logprobs.astype(np.float64) - flat.behaviour
-    return trajectory_sums(log_ratios, flat.sample, len(flat.fed), measured.is_clipped)
+    return trajectory_sums(log_ratios, flat.sample, len(flat.fed), measured.is_clipped, measured.is_masked)
 
 
 def metrics_of(measured: Measured, sums: NDArray[np.float64]) -> dict[str, float]:
@@ -257,6 +330,7 @@ def metrics_of(measured: Measured, sums: NDArray[np.float64]) -> dict[str, float
         "grad_norm": measured.grad_norm,
         "lr": measured.lr,
         "entropy": measured.entropy,
+        **({} if measured.kl is None else {"kl_loss": measured.kl}),
         "n_tokens": float(measured.n_tokens),
         "n_padded_tokens": float(measured.n_padded_tokens),
         **summarize(sums),
@@ -275,7 +349,7 @@ def set_up_torch(settings: TorchSettings) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def load_model(folder: Path, settings: TorchSettings) -> Any:
+def load_model(folder: Path, settings: TorchSettings, *, key: str = "model.path") -> Any:
     """The model in float32, in evaluation mode (no dropout), every weight trained.
 
     Raises ConfigError for a folder that does not hold all of the weights: Hugging Face would draw them at random.
@@ -289,12 +363,14 @@ def load_model(folder: Path, settings: TorchSettings) -> Any:
             output_loading_info=True,
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path = {str(folder)!r}: cannot be loaded ({error})") from error
+        raise ConfigError(f"{key} = {str(folder)!r}: cannot be loaded ({error})") from error
     model, info = loaded
     absent = sorted({*info["missing_keys"], *(str(key) for key in info["mismatched_keys"])})
     if absent:
-        raise ConfigError(f"model.path = {str(folder)!r}: no weights for {', '.join(absent[:4])}")
+        raise ConfigError(f"{key} = {str(folder)!r}: no weights for {', '.join(absent[:4])}")
     for parameter in model.parameters():
         # weights mapped from a file lie unaligned, and some kernels then round otherwise: bits must not depend on it
         parameter.data = parameter.data.clone()
+    if settings.packing:
+        packing.use_in(model)
     return model.requires_grad_(True).eval()

@@ -57,6 +57,16 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
+def test_a_limit_of_the_mismatch_is_above_zero_and_needs_a_trainer_that_has_log_probs():
+    assert build_config(LEAST).rollout.max_logprob_mismatch is None
+    assert build_config(LEAST, ["rollout.max_logprob_mismatch=0.05"]).rollout.max_logprob_mismatch == 0.05
+    assert "rollout.max_logprob_mismatch" in refusal("rollout.max_logprob_mismatch=0")
+    scalar = {"rollout": {"backend": "scripted"}, "trainer": {"backend": "scalar"}}
+    assert 'rollout.max_logprob_mismatch = 0.05 with trainer.backend = "scalar"' in refusal(
+        "rollout.max_logprob_mismatch=0.05", **scalar
+    )
+
+
 # ------------------------------------------------------------------------------------ O29: nothing is ignored
 
 
@@ -128,7 +138,7 @@ def test_all_problems_are_told_at_once() -> None:
         "trainer.loss=pop",
         "rollout.rollout_batch_size=2",
         "run.seed=x",
-        rollout={"n_samples_per_prompt": 1},
+        "trainer.eps_clip=2",
         staleness=3,
     )
     assert message.startswith("configuration: 5 problems\n  ")
@@ -139,7 +149,7 @@ def test_all_problems_are_told_at_once() -> None:
     )
     assert 'run.seed = "x" (--set): must be a whole number, got text' in message
     assert "staleness = 3: must be a table, written as [staleness]" in message
-    assert "rollout.n_samples_per_prompt = 1" in message
+    assert "trainer.eps_clip = 2.0: must be between 0 and 1" in message
 
 
 def test_a_cross_check_says_nothing_about_values_that_could_not_be_read() -> None:
@@ -252,6 +262,27 @@ def test_an_override_cannot_go_below_a_plain_value() -> None:
         (["trainer.loss=decoupled_ppo", "trainer.use_rollout_logprobs=false"], "remove use_rollout_logprobs"),
         (["trainer.use_tis=true"], "corrects twice"),
         (["trainer.use_rollout_logprobs=false"], "ignores the policy that sampled"),
+        (["trainer.use_rollout_logprobs=false"], 'declare trainer.behaviour_policy = "ignored"'),
+        (["trainer.loss=sft"], "ignores the policy that sampled"),
+        (
+            ["trainer.loss=sft", "trainer.use_tis=true", "staleness.max_weight_staleness=0"],
+            "looks at no policy but the one that is trained",
+        ),
+        (["trainer.behaviour_policy=ignored"], "this loss looks at the recorded log-probs"),
+        (
+            ["trainer.behaviour_policy=ignored", "trainer.loss=gspo"],
+            "this loss looks at the recorded log-probs",
+        ),
+        (["trainer.eps_clip_c=1.1"], "must be a ratio above the clip range"),
+        (["trainer.loss=tis", "trainer.tis_clip_low=1.5"], "must be at most 1, the weight of a fresh token"),
+        (["trainer.tis_clip_low=0.5"], 'with trainer.loss = "tis" or "decoupled_ppo"'),
+        (["trainer.tis_level=sequence", "trainer.loss=gspo"], 'with trainer.loss = "tis" or "decoupled_ppo"'),
+        (["trainer.proximal_policy=interpolated"], 'goes with trainer.loss = "decoupled_ppo"'),
+        (
+            ["trainer.loss=sft", "staleness.max_weight_staleness=0", "trainer.use_opsm=true"],
+            "does not look at the policy that sampled",
+        ),
+        (["trainer.kl_loss_coef=0.1", "trainer.kl_loss_type=k1"], "the mean gradient of this term is 0"),
         (["trainer.lr_schedule=cosine"], "needs run.steps"),
         (["rollout.backend=sglang", 'rollout.sglang.url="host:1"'], "must start with http://"),
         (
@@ -281,7 +312,7 @@ def test_an_override_cannot_go_below_a_plain_value() -> None:
             ],
             '"in_place" needs --disable-overlap-schedule: without',
         ),
-        (["weights.transport=ipc"], 'this version has only "disk"'),
+        (["weights.transport=ipc", "weights.backend=gloo"], "no library of broadcasts is"),
     ],
 )
 def test_what_cannot_work_together_is_refused_with_the_fix(overrides: list[str], words: str) -> None:
@@ -297,6 +328,12 @@ def test_what_cannot_work_together_is_refused_with_the_fix(overrides: list[str],
         ["staleness.max_weight_staleness=3", "weights.update_weights_interval=4"],
         ["staleness.max_weight_staleness=0", "trainer.use_rollout_logprobs=false"],
         ["trainer.use_rollout_logprobs=false", "trainer.use_tis=true"],
+        ["trainer.use_rollout_logprobs=false", "trainer.behaviour_policy=ignored"],
+        ["trainer.loss=sft", "trainer.behaviour_policy=ignored"],
+        ["trainer.loss=sft", "staleness.max_weight_staleness=0"],
+        ["trainer.loss=decoupled_ppo", "trainer.proximal_policy=interpolated", "trainer.tis_clip_low=0.5"],
+        ["trainer.loss=m2po", "trainer.use_opsm=true", "trainer.tis_veto=1e-4"],
+        ["trainer.kl_loss_coef=0.1", "trainer.kl_loss_type=k1", "trainer.use_unbiased_kl=true"],
         ["rollout.max_open_groups=32"],
         ["rollout.max_open_groups=96"],
         ["collector.min_group_size=2"],
@@ -616,6 +653,8 @@ def test_marks_name_the_settings_that_they_should() -> None:
         "run.dir",
         "data.path",
         "model.path",
+        "teacher.path",
+        "trainer.ref_model",
         "rollout.sglang.python",
         "eval.path",
         "log.kafka.ssl_cafile",

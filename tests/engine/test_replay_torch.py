@@ -57,7 +57,7 @@ def test_weights_metrics_and_the_sums_of_samples_come_out_again(four_steps, tmp_
     assert report["steps"][-1]["digest"] == held
     said = capsys.readouterr().out
     assert "compared by digest after 4 of 4 steps" in said
-    assert "14 figures compared bit for bit in 4 of 4 steps, and the sums of 16 samples" in said
+    assert "16 figures compared bit for bit in 4 of 4 steps, and the sums of 16 samples" in said
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert digest(saved.state_dict()) == held
 

@@ -199,7 +199,18 @@ class AgedRun:
                 n, ratio = member.n_trainable_tokens, moved * max(0, member.staleness)
                 w = float(np.exp(ratio))
                 outside = float(w > 1.2) * n
-                rows.append([n, n * ratio, n * ratio, n * ratio**2, n * w, n * w * w, 0.0, outside, w, 0.0])
+                row = dict.fromkeys(SUMS, 0.0) | {
+                    "n_tokens": n,
+                    "sum_log_ratio": n * ratio,
+                    "sum_abs_log_ratio": n * ratio,
+                    "sum_log_ratio_squared": n * ratio**2,
+                    "sum_ratio": n * w,
+                    "sum_ratio_squared": n * w * w,
+                    "n_ratio_above": outside,
+                    "max_ratio": w,
+                    "max_abs_log_ratio": ratio,
+                }
+                rows.append([row[name] for name in SUMS])
         event = StepMeasured(
             step=cut.step,
             epoch=cut.epoch,

@@ -9,28 +9,43 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from consumers.collector import Collector
 from consumers.dataset import Row
+from consumers.enrichers.teacher import Teacher, TeacherStage
 from consumers.feeder import Feeder
 from consumers.ledger import Ledger
 from consumers.reward import RewardStage
 from consumers.rewards.pool import ScoringPool
 from consumers.runner import recover
+from engine.interfaces import Inputs
 from engine.trainer.loop import Trainer
 from engine.trainer.scalar_backend import ScalarBackend
 from engine.trainer.settings import LoopSettings
 from engine.weights.store import WeightStore
 from streams import codec, trajectory
-from streams.events import InputProgress, RolloutFailed, TaskDispatched, TrajectoryFinished
+from streams.events import InputProgress, Progress, RolloutFailed, TaskDispatched, TrajectoryFinished
 from streams.log import EventLog
 from streams.memory import MemoryLog
 from streams.topics import Topics
 from streams.trajectory import SampleData
 from tests.support.events import decoded
+
+
+class AtOnce(Executor):
+    """Does what it is asked in the call itself."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
 
 
 class Rows:
@@ -100,7 +115,7 @@ class Rollout:
                 response=str((task.seq + index) % 3),
                 label="1",
             )
-            record = codec.encode(trajectory.pack(sample, progress=progress), producer="rollout")
+            record = codec.encode(world.packed(sample, progress, self.partition), producer="rollout")
             copies = 2 if world.doubles(uid) else 1
             for _ in range(copies):
                 world.log.append(world.topics.name("trajectories"), self.partition, [record])
@@ -122,11 +137,12 @@ class World:
         limit: int = 1,
         patience: float = 100,
         log: EventLog | None = None,
+        teacher: Teacher | None = None,
         loses=lambda uid: False,
         doubles=lambda uid: False,
         **loop,
     ) -> None:
-        self.folder, self.loses, self.doubles = folder, loses, doubles
+        self.folder, self.loses, self.doubles, self.teacher = folder, loses, doubles, teacher
         self.log, self.topics = log or MemoryLog(), Topics("run", partitions)
         self.topics.create(self.log)
         self.rows = Rows([Row(f"prompt {index}", "1", {}) for index in range(rows)])
@@ -154,7 +170,12 @@ class World:
     @property
     def names(self) -> list[str]:
         rollouts = [f"rollout-{partition}" for partition in range(self.topics.partitions)]
-        return ["feeder", *rollouts, "reward", "collector", "trainer"]
+        teacher = [] if self.teacher is None else ["teacher"]
+        return ["feeder", *rollouts, "reward", *teacher, "collector", "trainer"]
+
+    def packed(self, sample: SampleData, progress: Progress, partition: int) -> TrajectoryFinished:
+        """What the rollout of this partition publishes."""
+        return trajectory.pack(sample, progress=progress)
 
     def move(self, name: str) -> bool:
         stage = self.stages.get(name)
@@ -228,10 +249,16 @@ class World:
             stage = RewardStage(self.log, self.topics, self.pool)
             stage.start()
             return stage
+        if name == "teacher":
+            assert self.teacher is not None
+            stage = TeacherStage(self.log, self.topics, self.teacher, executor=AtOnce())
+            stage.start()
+            return stage
         if name == "collector":
             stage = Collector(
                 self.log,
                 self.topics,
+                with_teacher=self.teacher is not None,
                 member_deadline=timedelta(seconds=self.patience),
                 monotonic=lambda: self.moves,
             )
@@ -239,11 +266,16 @@ class World:
             return stage
         return self.trainer()
 
+    def backend(self) -> ScalarBackend:
+        backend = ScalarBackend()
+        backend.inputs = Inputs(with_teacher=self.teacher is not None)
+        return backend
+
     def trainer(self) -> Trainer:
         trainer = Trainer(
             self.log,
             self.topics,
-            ScalarBackend(),
+            self.backend(),
             WeightStore(self.folder / "weights", keep=50),
             self.settings,
             self.folder / "checkpoints",
