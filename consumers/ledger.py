@@ -196,6 +196,11 @@ class Ledger:
         waiting = self.waiting_limit
         return self.limit if waiting is None or step < waiting.from_step else waiting.limit
 
+    @property
+    def has_caught_up(self) -> bool:
+        """It was read to its end once. Before, what it says is of some moment in the run's past."""
+        return self._has_caught_up
+
     def is_closed(self, seq: int) -> bool:
         return seq < self.frontier or seq in self.closed_above
 

@@ -411,7 +411,7 @@ ROUNDS = 8
 
 
 def receiver_process(port: int, infos: list[Any], queue: Any) -> None:
-    group = collective.join("127.0.0.1", port, 1, 2, "bench", "nccl", timedelta(seconds=60))
+    group = collective.join("127.0.0.1", port, 1, 2, "bench", "nccl", timedelta(seconds=60), device="cuda:1")
     for _, mib in WAYS:
         buckets = collective.plan(infos, mib * MIB)
         memory = collective.memory_for(buckets, "cuda:1")
@@ -432,7 +432,9 @@ def transport(trainer: Trainer, size: str, bare_s: float) -> None:
     receiver = CONTEXT.Process(target=receiver_process, args=(listener.port, infos, queue), daemon=True)
     receiver.start()
     group = collective.join(
-        "127.0.0.1", listener.port, 0, 2, "bench", "nccl", timedelta(seconds=60), listener=listener
+        *("127.0.0.1", listener.port, 0, 2, "bench", "nccl", timedelta(seconds=60)),
+        listener=listener,
+        device="cuda:0",
     )
     host = snapshot(trainer.tensors)
     raws, right = {name: files.raw(tensor) for name, tensor in host.items()}, digest(host)

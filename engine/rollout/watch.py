@@ -133,8 +133,11 @@ class WeightsWatch:
             membership.joining.cancel()
 
     def _wanted(self) -> WeightsPublished | None:
-        """The version to take from its file; None: none, or it may still come by broadcast."""
-        published = self.ledger.published
+        """The version to take from its file; None: none, or it may still come by broadcast.
+
+        The intake's thread reads the ledger: on its way to the end it passes versions whose files may be gone.
+        """
+        published = self.ledger.published if self.ledger.has_caught_up else None
         if published is None or self.engine.held == weights_id(published):
             return None
         if self.engine.n_ranks and sent_by(published)[1] and published is not self._matched:

@@ -362,12 +362,14 @@ class RolloutWorker:
 
     def _release(self) -> None:
         """Publish what has ended. While an update runs, a sample may have tokens of a version that the engine takes
-        over in this very moment: it waits until that is told."""
+        over in this very moment: it waits until that is told. An update that is cut off at the end is never told: then
+        the sample is abandoned with those that run."""
         held, self._held_back = self._held_back, []
         for member, sample in held:
             if member.lane.is_lost:  # it is its partition's new owner who makes this sample
                 continue
-            if self.watch.is_updating and not self.watch.has_told(getattr(sample, "versions", ())):
+            is_unsure = self.watch.is_updating or self._is_stopping
+            if is_unsure and not self.watch.has_told(getattr(sample, "versions", ())):
                 self._held_back.append((member, sample))
             else:
                 self.outcomes.publish(member, sample)

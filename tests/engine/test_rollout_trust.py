@@ -274,3 +274,25 @@ def test_a_sample_with_tokens_of_a_version_that_is_just_being_taken_waits_until_
     assert {
         each.versions[0][1] for each in run.of("trajectories", TrajectoryFinished) if each.prompt == "second"
     } == {1}
+
+
+def test_a_daemon_that_ends_in_an_update_publishes_nothing_of_a_version_it_never_told(tmp_path: Path) -> None:
+    """As at the end of a run, whose last version engines are still taking."""
+    run = Run(tmp_path)
+    run.publish(0)
+    made = Overlapping(from_table({}, "ok", ByteTokenizer()))
+    worker = make_worker(run, made)
+    with OnThread(worker):
+        run.dispatch("first")
+        eventually(lambda: len(run.events("trajectories")) == 2, "version 0 serves")
+        run.publish(1)
+        eventually(made.is_ahead.is_set, "version 1 serves already")
+        run.dispatch("second")
+        eventually(lambda: len(worker._held_back) == 2, "two samples of version 1 have ended")
+        assert worker._loop is not None
+        worker._loop.call_soon_threadsafe(worker.watch.close)
+        worker._loop.call_soon_threadsafe(setattr, worker, "_is_stopping", True)
+        eventually(lambda: not worker.watch.is_updating, "the update is cut off")
+        worker._loop.call_soon_threadsafe(worker._release)
+    assert [event.version for event in run.of("fleet", EngineReady)] == [0]
+    assert len(run.events("trajectories")) == 2

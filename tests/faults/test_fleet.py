@@ -8,6 +8,7 @@ cases O27 and O28 too; SGLang servers: tests/engine/sglang.)
 from __future__ import annotations
 
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,23 @@ import pytest
 
 pytest.importorskip("torch")
 
+from consumers.ledger import Ledger
 from engine.commands import rundir
 from engine.roles import topics_of
+from engine.rollout.scripted import scripted_engine
 from replay.verify import verify
 from streams.events import (
+    EngineFailed,
     EngineJoined,
     EngineReady,
+    Event,
     TrajectoryFinished,
     TransferGroupEnded,
     TransferGroupFormed,
     WeightsPublished,
 )
 from streams.open import open_log
+from tests.engine.rollout_support import OnThread, Run, make_worker
 from tests.engine.test_transfers import CONTEXT, Fleet, engines
 from tests.engine.transfer_daemons import Fault, _candidates, eventually, fleet, serve_role
 from tests.faults.fleet_audit import lives_of, unacknowledged
@@ -149,6 +155,30 @@ def test_a_fleet_that_shrinks_to_nobody_costs_no_wait_and_grows_again(engines: F
         assert second[0] == (3, "disk")
         engines.ready(replica, 4)
     assert engines.ways(4, 0, 1) == ["distributed"] * 2
+
+
+def test_a_restarted_engine_takes_no_version_that_it_only_reads_of_on_its_way_to_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file may be gone, or be read for nothing: the ledger of a long run takes a while to read."""
+    run = Run(tmp_path)
+    for version in range(40):
+        run.publish(version)
+    for version in range(30):
+        run.store.path(run.epoch, version).unlink()
+    fold = Ledger.apply
+
+    def slowly(self: Ledger, offset: int, event: Event) -> bool:
+        time.sleep(0.02)
+        return fold(self, offset, event)
+
+    monkeypatch.setattr(Ledger, "apply", slowly)
+    with OnThread(
+        make_worker(run, scripted_engine({"policy": "coin"}, name="e", seed=0, pause_mode="retract"))
+    ):
+        eventually(lambda: run.of("fleet", EngineReady), "an engine that is ready")
+    assert [event.version for event in run.of("fleet", EngineReady)] == [39]
+    assert run.of("fleet", EngineFailed) == []
 
 
 # ---------------------------------------------------------------- O26

@@ -28,13 +28,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.interfaces import EngineError, WeightsId
-from engine.rollout.loading import FATAL, TRANSFER_FAILED, WEIGHTS_MISMATCH, PauseMode, weights_id
+from engine.rollout.loading import (
+    FATAL,
+    TRANSFER_FAILED,
+    WEIGHTS_MISMATCH,
+    WEIGHTS_UNREADABLE,
+    PauseMode,
+    weights_id,
+)
 from engine.rollout.sglang.client import SGLangClient
 from engine.rollout.sglang.errors import Died, Refused, SGLangError, TimedOut
 from engine.rollout.sglang.folders import MODEL_FILE, VersionFolders
 from engine.rollout.sglang.fused import Proof
 from engine.rollout.sglang.spans import label
 from engine.weights import tensors as files
+from engine.weights.tensors import WeightsError
 from streams.events import TensorInfo, WeightsPublished
 
 logger = logging.getLogger(__name__)
@@ -147,7 +155,10 @@ class Updates:
 
     def _prepare(self, published: WeightsPublished, path: Path) -> _Target:
         folder = self._folders.make(published, path)
-        expected = self.proof.expected(files.read_raw(folder / MODEL_FILE))
+        try:
+            expected = self.proof.expected(files.read_raw(folder / MODEL_FILE))
+        except WeightsError as error:
+            raise EngineError(WEIGHTS_UNREADABLE, f"version {published.version}: {error}") from error
         return _Target(weights_id(published), folder, expected)
 
     async def _swap(self, target: _Target, load: _Load) -> None:

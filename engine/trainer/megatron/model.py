@@ -54,6 +54,15 @@ class Place(NamedTuple):
         return self.pipeline[0] == self.pipeline[1] - 1
 
 
+def _are_of_this_group() -> bool:
+    """Whether Megatron's groups were made over torch's default group of now, and not over an earlier one."""
+    try:
+        dist.get_rank(parallel_state.get_pipeline_model_parallel_group())
+    except ValueError:
+        return False
+    return True
+
+
 def join_groups(settings: MegatronSettings, *, seed: int) -> Place:
     """Megatron's groups over torch's default one, which is there already. Process-wide, as Megatron keeps them.
 
@@ -66,6 +75,8 @@ def join_groups(settings: MegatronSettings, *, seed: int) -> Place:
         "expert_tensor_parallel_size": settings.expert_tensor_size,
     }
     settings.data_parallel_size(dist.get_world_size())
+    if parallel_state.model_parallel_is_initialized() and not _are_of_this_group():
+        parallel_state.destroy_model_parallel()  # of a trainer that was closed in this process
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -76,14 +76,14 @@ def test_a_folder_that_the_server_cannot_load_leaves_the_old_version_serving(
         engine = SGLangEngine(model, url=sglang.url, folder=tmp_path / "served", locate=on_disk(tmp_path))
         try:
             await engine.update(first.event, first.path)
-            make = engine._folders.make
+            prepare = engine._updates._prepare
 
-            def without_weights(*given: Any) -> Path:
-                folder = make(*given)
-                (folder / "model.safetensors").unlink()
-                return folder
+            def without_weights(*given: Any) -> Any:
+                target = prepare(*given)
+                (target.folder / "model.safetensors").unlink()
+                return target
 
-            monkeypatch.setattr(engine._folders, "make", without_weights)
+            monkeypatch.setattr(engine._updates, "_prepare", without_weights)
             with pytest.raises(EngineError, match="update_weights_from_disk"):
                 await engine.update(second.event, second.path)
             assert engine.held == WeightsId(1, 1, first.event.digest)

@@ -87,7 +87,7 @@ def test_one_trainer_feeds_two_servers_while_they_generate_and_every_log_prob_is
     assert len(fleet.events(TransferGroupFormed)) == 1 and not fleet.failures(0) and not fleet.failures(1)
     spanning = 0
     for prompt, call in running:
-        done = call.result(1)
+        done = call.result(DEADLINE_S)
         assert done.finish_reason == "length" and len(done.ids) == 400
         assert versions_of(done) == sorted(set(versions_of(done)))
         spanning += len(done.versions) > 1
