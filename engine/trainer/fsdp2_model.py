@@ -57,13 +57,15 @@ def build(
     filler = _Filler(model, source, processes)
     filler.fill_state()
     mesh = init_device_mesh(processes.device.type, (processes.size,))
+    # a single rank holds every layer whole anyway
+    reshards = options.reshard_after_forward and processes.size > 1
     for layer in decoder_layers(model):
         filler.fill(layer)
         if options.activation_checkpointing and is_trained:
             _recompute(layer)
-        _shard(layer, mesh, settings, options, reshard=options.reshard_after_forward)
+        _shard(layer, mesh, settings, options, reshard=reshards)
     filler.fill(model)
-    _shard(model, mesh, settings, options, reshard=not is_trained and options.reshard_after_forward)
+    _shard(model, mesh, settings, options, reshard=not is_trained and reshards)
     if settings.packing:
         packing.use_in(model)
     return model.requires_grad_(is_trained)
