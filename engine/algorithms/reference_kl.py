@@ -32,7 +32,8 @@ def reference_kl(logprobs: Tensor, reference: Tensor, kind: KlType) -> Tensor:
         return -d
     if kind == "k2":
         return d.square() / 2
-    k3 = d.clamp(max=LOG_RATIO_CAP).exp() - 1 - d
+    near = d.clamp(max=LOG_RATIO_CAP)  # both terms: −d alone would push away from the reference
+    k3 = near.exp() - 1 - near
     return k3.clamp(-10.0, 10.0) if kind == "low_var_kl" else k3
 
 

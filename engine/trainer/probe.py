@@ -65,7 +65,7 @@ def probe(
     for sample in batch.samples:
         maker = (sample.payload.engine, sample.payload.incarnation)
         versions = trained_versions(sample)
-        if len(versions) == 1 and versions[0] in known and watch.is_due(maker, batch.step):
+        if maker[0] and len(versions) == 1 and versions[0] in known and watch.is_due(maker, batch.step):
             due.setdefault(versions[0], []).append((sample, maker))
     if not due:
         return None

@@ -169,8 +169,8 @@ def writer(
     rng = {name: each.cpu() for name, each in generators(device).items()}
 
     def write(folder: Path, group: Any) -> None:
-        write_tensors(folder / dcp.rng_file(rank), rng)
-        dcp.save(folder / STATE, state, group)
+        dcp.save(folder / STATE, state, group)  # its failure is every rank's
+        write_tensors(folder / dcp.rng_file(rank), rng)  # may fail on one alone: after all that is collective
 
     return write
 
