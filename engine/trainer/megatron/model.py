@@ -56,8 +56,11 @@ class Place(NamedTuple):
 
 def _are_of_this_group() -> bool:
     """Whether Megatron's groups were made over torch's default group of now, and not over an earlier one."""
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if not isinstance(group, dist.ProcessGroup):
+        return False
     try:
-        dist.get_rank(parallel_state.get_pipeline_model_parallel_group())
+        dist.get_rank(group)
     except ValueError:
         return False
     return True
