@@ -28,10 +28,11 @@ from typing import Any
 
 import msgspec
 
-from engine.config_checks import ENV_REFERENCE, FILE_REFERENCE, find_problems, is_reference, looks_secret
+from engine.config_checks import find_problems
 from engine.config_fields import get, has_mark, marked, replaced
 from engine.config_kafka import find_kafka_problems
 from engine.config_reader import ENV_PREFIX, Reader
+from engine.config_secrets import ENV_REFERENCE, FILE_REFERENCE, is_reference, looks_secret
 from engine.config_toml import dump_toml, show
 from engine.settings import Config, global_batch_size, open_groups_cap, samples_per_step
 from streams.errors import ConfigError

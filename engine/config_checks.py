@@ -6,42 +6,19 @@ are defaults then, and the sentence would be about something that nobody wrote.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
+from engine.config_effects import WITHOUT_ADVANTAGES, find_without_effect
 from engine.config_fields import get, marked
+from engine.config_problems import Problem
+from engine.config_secrets import REDACTED, is_reference, looks_secret
 from engine.settings import Config, open_groups_cap, samples_per_step
 from engine.trainer.megatron.settings import MegatronSettings
 from streams.errors import ConfigError
-
-WITHOUT_ADVANTAGES = frozenset({"sft", "opd"})  # losses that look at no reward
-REDACTED = "<redacted>"
-ENV_REFERENCE, FILE_REFERENCE = "env:", "file:"  # a secret is written as env:NAME or file:/path
-_REFERENCE_TO = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:/[^\x00-\x1f]+")
-SECRET_NAME = re.compile(
-    r"(^|_)(password|passwd|secret|credentials?|(api|access|secret|private)_?key|(api|auth|access|bearer)_?token)$",
-    re.IGNORECASE,
-)
-
-
-class Problem(NamedTuple):
-    keys: tuple[str, ...]  # full keys that the check read
-    text: str
-
-
-def looks_secret(name: str) -> bool:
-    """True for the name of an option that holds a secret, like `api_key` (and not `max_tokens`)."""
-    return SECRET_NAME.search(name) is not None
-
-
-def is_reference(value: str) -> bool:
-    """True for `env:NAME` and `file:/path`: where a secret is, and not what it is."""
-    return _REFERENCE_TO.fullmatch(value) is not None
 
 
 def find_problems(config: Config) -> Iterator[Problem]:
@@ -61,6 +38,8 @@ def find_problems(config: Config) -> Iterator[Problem]:
     yield from _sglang(config)
     yield from _lora(config)
     yield from _ranks(config)
+    yield from _megatron(config)
+    yield from find_without_effect(config)
 
 
 def _required(config: Config) -> Iterator[Problem]:
@@ -215,14 +194,6 @@ def _advantages(config: Config) -> Iterator[Problem]:
             f'{key} = "gspo" with trainer.loss = "{trainer.loss}": its advantages are those of "grpo", and what makes '
             'it GSPO is the loss; set trainer.loss = "gspo" too',
         )
-    for name, default, of in _OF_ESTIMATORS:
-        value = getattr(trainer, name)
-        if value != default and estimator not in of:
-            yield Problem(
-                (f"trainer.{name}", key),
-                f'trainer.{name} = {json.dumps(value)} with {key} = "{estimator}": it goes with '
-                f"{' and '.join(of)} only; remove it, or set another estimator",
-            )
     if trainer.kl_coef > 0 and trainer.kl_loss_coef > 0:
         yield Problem(
             ("trainer.kl_coef", "trainer.kl_loss_coef"),
@@ -283,19 +254,7 @@ def _given(config: Config) -> Iterator[Problem]:
         )
 
 
-_WITHOUT_GROUPS = _REWARDS_OF_TOKENS = ("reinforce_plus_plus", "ppo")
-_CRITIC = ("ppo",)
-_OF_ESTIMATORS = (  # setting of `trainer`, its default, the estimators that look at it
-    ("kl_coef", 0.0, _REWARDS_OF_TOKENS),
-    ("kl_reward_type", "k1", _REWARDS_OF_TOKENS),
-    ("gamma", 1.0, _REWARDS_OF_TOKENS),
-    ("lambd", 1.0, _CRITIC),
-    ("normalize_advantages", False, _CRITIC),
-    ("value_clip", 0.2, _CRITIC),
-    ("critic_lr", None, _CRITIC),
-    ("critic_lr_warmup", 0, _CRITIC),
-    ("num_critic_only_steps", 0, _CRITIC),
-)
+_WITHOUT_GROUPS = ("reinforce_plus_plus", "ppo")
 
 
 def _batches(config: Config) -> Iterator[Problem]:
@@ -409,7 +368,6 @@ def _behaviour_policy(config: Config) -> Iterator[Problem]:
 
 def _corrections(config: Config) -> Iterator[Problem]:
     trainer = config.trainer
-    weighs = trainer.loss in ("tis", "decoupled_ppo") or trainer.use_tis
     if trainer.eps_clip_c is not None and not trainer.eps_clip_c > 1 + (
         trainer.eps_clip_high or trainer.eps_clip
     ):
@@ -423,27 +381,6 @@ def _corrections(config: Config) -> Iterator[Problem]:
             f"trainer.tis_clip_low = {trainer.tis_clip_low}: must be at most 1, the weight of a fresh token, and at "
             f"most trainer.tis_clip = {trainer.tis_clip}; lower it",
         )
-    for key, is_set in (
-        ("tis_clip_low", trainer.tis_clip_low > 0),
-        ("tis_level", trainer.tis_level != "token"),
-    ):
-        if is_set and not weighs:
-            yield Problem(
-                (f"trainer.{key}", "trainer.loss", "trainer.use_tis"),
-                f'trainer.{key}: there are importance weights with trainer.loss = "tis" or "decoupled_ppo" and with '
-                "trainer.use_tis = true only; remove it",
-            )
-    if trainer.proximal_policy == "interpolated" and not (trainer.loss == "decoupled_ppo" or trainer.use_tis):
-        yield Problem(
-            ("trainer.proximal_policy", "trainer.loss", "trainer.use_tis"),
-            'trainer.proximal_policy = "interpolated" goes with trainer.loss = "decoupled_ppo"; remove it',
-        )
-    for key, is_set in (("use_opsm", trainer.use_opsm), ("tis_veto", trainer.tis_veto is not None)):
-        if is_set and trainer.loss == "sft":
-            yield Problem(
-                (f"trainer.{key}", "trainer.loss"),
-                f'trainer.{key}: trainer.loss = "sft" does not look at the policy that sampled; remove it',
-            )
     if trainer.kl_loss_coef > 0 and trainer.kl_loss_type == "k1" and not trainer.use_unbiased_kl:
         yield Problem(
             ("trainer.kl_loss_coef", "trainer.kl_loss_type", "trainer.use_unbiased_kl"),
@@ -596,3 +533,19 @@ def _ranks(config: Config) -> Iterator[Problem]:
             MegatronSettings(**cut).data_parallel_size(trainer.n_ranks)
         except ConfigError as error:
             yield Problem(("trainer.n_ranks", *(f"trainer.megatron.{name}" for name in cut)), str(error))
+
+
+def _megatron(config: Config) -> Iterator[Problem]:
+    trainer, model = config.trainer, config.model
+    if trainer.backend != "megatron":
+        return
+    if (
+        trainer.packing
+        and model.attn_implementation == "eager"
+        and trainer.megatron.transformer_impl == "local"
+    ):
+        yield Problem(
+            ("trainer.packing", "model.attn_implementation", "trainer.backend"),
+            'trainer.packing = true with model.attn_implementation = "eager": the megatron trainer packs rows with '
+            '"sdpa" only; set it, or packing = false',
+        )

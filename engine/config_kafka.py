@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.config_checks import Problem
+from engine.config_problems import Problem
 from engine.settings import Config, KafkaConfig
 from streams.errors import LogError
 from streams.kafka.settings import KafkaSettings

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from engine.config_checks import REDACTED, Problem
 from engine.config_fields import choices, has_mark, leaves, section_of
+from engine.config_problems import Problem
+from engine.config_secrets import REDACTED
 from engine.config_toml import show
 from engine.settings import PATTERNS_IN_WORDS, Config, Section
 
@@ -41,6 +42,45 @@ TYPES_IN_WORDS = {
     "null": "none",
     "array": "a list",
     "object": "a table",
+}
+OTHER_NAMES = {  # of Miles, Slime, verl, AReaL and torch, for what is not nearly the same word here
+    "use_kl_loss": "trainer.kl_loss_coef",
+    "ref_load": "trainer.ref_model",
+    "learning_rate": "trainer.lr",
+    "lr_rate": "trainer.lr",
+    "lr_decay_style": "trainer.lr_schedule",
+    "lr_warmup_iters": "trainer.lr_warmup",
+    "clip_ratio": "trainer.eps_clip",
+    "max_tokens_per_gpu": "trainer.micro_batch_tokens",
+    "train_backend": "trainer.backend",
+    "actor_num_gpus": "trainer.n_ranks",
+    "tensor_parallel_size": "trainer.megatron.tensor_model_parallel_size",
+    "pipeline_parallel_size": "trainer.megatron.pipeline_model_parallel_size",
+    "num_rollout": "run.steps",
+    "train_iters": "run.steps",
+    "hf_checkpoint": "model.path",
+    "prompt_data": "data.path",
+    "input_key": "data.prompt_key",
+    "rollout_shuffle": "data.shuffle",
+    "n_samples": "rollout.n_samples_per_prompt",
+    "group_size": "rollout.n_samples_per_prompt",
+    "rollout_n": "rollout.n_samples_per_prompt",
+    "temperature": "rollout.rollout_temperature",
+    "max_new_tokens": "rollout.rollout_max_response_len",
+    "max_response_len": "rollout.rollout_max_response_len",
+    "sglang_server_concurrency": "rollout.max_concurrency",
+    "custom_generate_function_path": "rollout.generate",
+    "rm_type": "reward.function",
+    "custom_rm_path": "reward.function",
+    "dynamic_sampling_filter_path": "collector.filters",
+    "max_staleness": "staleness.max_weight_staleness",
+    "max_head_offpolicyness": "staleness.max_weight_staleness",
+    "staleness_threshold": "staleness.max_weight_staleness",
+    "max_off_policy_steps": "staleness.max_weight_staleness",
+    "update_weight_buffer_size": "weights.bucket_bytes",
+    "save_interval": "checkpoint.every",
+    "eval_interval": "eval.every",
+    "eval_prompt_data": "eval.path",
 }
 UNSET = "none"  # how an override says that a setting has no value, for which TOML has no word
 
@@ -140,6 +180,8 @@ class Reader:
             reasons.append("must be a finite number")
         words = choices(field)
         reason = "must be one of " + ", ".join(words) if words else reasons[0]
+        if isinstance(value, str) and not words and reason.startswith("must be a list"):
+            reason = f"must be a list, as in [{show(value)}]"
         shown = REDACTED if has_mark(field, "secret") else show(value)
         self._refuse(
             key,
@@ -186,7 +228,9 @@ def _nearest(word: str, words: Sequence[str], cutoff: float) -> str | None:
 def _nearest_key(key: str) -> str | None:
     """The key that was probably meant: a near name in the same section, or nearly the same name in another one."""
     keys = [leaf.key for leaf in leaves()]
-    section, _, name = key.lower().rpartition(".")
+    section, _, name = key.lower().replace("-", "_").rpartition(".")
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name]
     here = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == section}
     anywhere = {known.rpartition(".")[2]: known for known in reversed(keys)}
     for names, cutoff in ((here, 0.75), (anywhere, 0.85), (here, 0.5)):

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from engine.config_checks import REDACTED, is_reference, looks_secret
 from engine.config_fields import has_mark
+from engine.config_secrets import REDACTED, is_reference, looks_secret
 from engine.settings import Config, Section
 from streams.errors import ConfigError
 

@@ -105,6 +105,11 @@ class WeightsWatch:
         except (TypeError, ValueError):
             return True
 
+    def told(self) -> str:
+        """The newest versions of which an EngineReady was told."""
+        newest = sorted(self._told_ready)[-3:]
+        return ", ".join(f"e{epoch}-v{version}" for epoch, version in newest) or "none"
+
     def keep_current(self) -> None:
         if self._closed or self.is_updating:
             return

@@ -30,7 +30,7 @@ from consumers.runner import Clock, Patience, Stop, exit_code, now_ms
 from engine.interfaces import EngineError, RolloutEngine, Sampling
 from engine.rollout.generate import Aborted, Generate, GenerateContext, failure_reason
 from engine.rollout.intake import Intake, Member
-from engine.rollout.loading import FATAL, QUARANTINED, Locate
+from engine.rollout.loading import FATAL, NO_WEIGHTS, QUARANTINED, Locate
 from engine.rollout.outcomes import Outcomes
 from engine.rollout.publisher import Publisher
 from engine.rollout.receiving import Action, Transfers
@@ -361,18 +361,23 @@ class RolloutWorker:
             self._pump()
 
     def _release(self) -> None:
-        """Publish what has ended. While an update runs, a sample may have tokens of a version that the engine takes
-        over in this very moment: it waits until that is told. An update that is cut off at the end is never told: then
-        the sample is abandoned with those that run."""
+        """Publish what has ended: the guarantee that no sample names a version which this daemon never told of.
+
+        While an update runs, a sample may have tokens of a version that the engine takes over in this very moment: it
+        waits until that is told. An update that is cut off at the end is never told: then the sample is abandoned with
+        those that run."""
         held, self._held_back = self._held_back, []
         for member, sample in held:
             if member.lane.is_lost:  # it is its partition's new owner who makes this sample
                 continue
-            is_unsure = self.watch.is_updating or self._is_stopping
-            if is_unsure and not self.watch.has_told(getattr(sample, "versions", ())):
+            versions = getattr(sample, "versions", ())
+            if self.watch.has_told(versions):
+                self.outcomes.publish(member, sample)
+            elif self.watch.is_updating or self._is_stopping:
                 self._held_back.append((member, sample))
             else:
-                self.outcomes.publish(member, sample)
+                detail = f"it names versions {versions}, of which one was never told to be held: {self.watch.told()}"
+                self.outcomes.not_made(member, NO_WEIGHTS, detail)
 
     async def _generate(self, member: Member) -> SampleData:
         attempt = 0

@@ -176,9 +176,15 @@ class RankedBackend:
 
         def write(folder: Path) -> None:
             writing = self._command(lambda number, _: messages.Write(number, copying, str(folder)))
+            failure: OSError | CheckpointError | None = None
             with self._together():
-                write_own(folder)
+                try:
+                    write_own(folder)
+                except (OSError, CheckpointError) as error:  # the others answer all the same
+                    failure = error
             answers = self._answers(writing)
+            if failure is not None:
+                raise failure
             if errors := [answer.detail for answer in answers if answer.error]:
                 raise CheckpointError(f"{folder}: {'; '.join(errors)}")
             write_counters(folder, steps, made_with)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from consumers.telemetry import trajectory_sums
 from engine.algorithms.logprobs import flatten
-from engine.interfaces import TrainSample
+from engine.interfaces import EngineError, TrainSample
 from engine.rollout.loading import Loader, Locate
 from engine.trainer.probe import Score
 from engine.trainer.torch_backend import TorchBackend
@@ -20,36 +21,37 @@ from streams.events import WeightsPublished
 
 def scorer(backend: TorchBackend, locate: Locate) -> Score:
     """Reads a version from its file and scores with the backend's own model, whose state is afterwards what it was,
-    bit for bit. Raises EngineError for a file that is gone or is not what was published."""
+    bit for bit. Raises EngineError for a file that is gone or is not what was published, or when scoring it failed."""
 
     def score(published: WeightsPublished, samples: Sequence[TrainSample]) -> NDArray[np.float64]:
         tensors = Loader("torch").load(published, locate(published))
-        put_back = _exchange(backend.model.state_dict(), tensors)
+        held = backend.model.state_dict()
+        with _may_fail(published):
+            before = {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
         try:
-            return _sums(backend, samples)
+            with _may_fail(published):
+                _copy_over(held, tensors)
+                return _sums(backend, samples)
         finally:
-            put_back()
+            _copy_over(held, before)  # a failure of this one is the trainer's end
 
     return score
 
 
-@torch.no_grad()
-def _exchange(held: dict[str, Tensor], tensors: dict[str, Tensor]) -> Callable[[], None]:
-    """Copy `tensors` over `held`, in place. What is returned puts the old values back; they wait in main memory."""
-    before = {name: tensor.to("cpu", copy=True) for name, tensor in held.items()}
-
-    @torch.no_grad()
-    def put_back() -> None:
-        for name, tensor in held.items():
-            tensor.copy_(before[name])
-
+@contextlib.contextmanager
+def _may_fail(published: WeightsPublished) -> Iterator[None]:
+    """Other names than the model's, no memory for it: training does not depend on it."""
     try:
-        for name, tensor in held.items():
-            tensor.copy_(tensors[name])
-    except BaseException:
-        put_back()
-        raise
-    return put_back
+        yield
+    except (KeyError, RuntimeError) as error:
+        detail = f"version {published.version} could not be put in place or scored: {error!r}"[:1000]
+        raise EngineError("probe_failed", detail) from error
+
+
+@torch.no_grad()
+def _copy_over(held: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in held.items():
+        tensor.copy_(tensors[name])
 
 
 def _sums(backend: TorchBackend, samples: Sequence[TrainSample]) -> NDArray[np.float64]:

@@ -97,6 +97,7 @@ class Owner(_Rank):
         super().__init__(name, lines)
         self._device = device
         self._rooms: Any = None
+        self._old_rooms: Any = None  # while the ranks go over to larger ones
         self._number = 0  # of the next bucket
         self._copied = dict.fromkeys(range(len(lines)), -1)
 
@@ -133,9 +134,9 @@ class Owner(_Rank):
             line.say(Filled(number, collective.size_of(bucket)))
 
     def _make_rooms(self, nbytes: int, deadline: float, give_up: GiveUp) -> None:
-        """The old ones are freed when all ranks have closed them."""
-        old = self._rooms
-        self._rooms = rooms = _make_rooms(self.name, nbytes, self._device)
+        """The old ones are freed when all ranks have closed them, or with the group."""
+        rooms = _make_rooms(self.name, nbytes, self._device)
+        self._old_rooms, self._rooms = self._rooms, rooms
         try:
             for line in self._lines:
                 line.say(Rooms(rooms.nbytes, rooms.device, rooms.handles), rooms.descriptors)
@@ -145,6 +146,7 @@ class Owner(_Rank):
                     raise TransferError(f"{line.who} cannot read the shared memory: {opened.refusal}")
         finally:
             rooms.handed_over()
+        old, self._old_rooms = self._old_rooms, None
         if old is not None:
             old.close()
 
@@ -158,21 +160,22 @@ class Owner(_Rank):
 
     def _free(self) -> None:
         lines, self._lines = self._lines, []
-        rooms, self._rooms = self._rooms, None
-        if (
-            rooms is not None and rooms.device
+        rooms = [each for each in (self._old_rooms, self._rooms) if each is not None]
+        self._old_rooms = self._rooms = None
+        if any(
+            each.device for each in rooms
         ):  # who still reads there must be waited for, and nobody waits for that
             threading.Thread(
                 target=_free_when_all_left, args=(lines, rooms), name="close", daemon=True
             ).start()
             return
-        if rooms is not None:
-            rooms.close()
+        for each in rooms:
+            each.close()
         for line in lines:
             line.socket.close()
 
 
-def _free_when_all_left(lines: Sequence[Line], rooms: Any) -> None:
+def _free_when_all_left(lines: Sequence[Line], rooms: Sequence[Any]) -> None:
     """A rank closes its view of the rooms before its connection. One that is frozen for ever costs this memory."""
     deadline = time.monotonic() + _GOODBYE_S
     left = True
@@ -183,8 +186,8 @@ def _free_when_all_left(lines: Sequence[Line], rooms: Any) -> None:
         except TransferError:
             left = left and time.monotonic() < deadline
         line.socket.close()
-    if left:
-        rooms.close()
+    for each in rooms if left else ():
+        each.close()
 
 
 class Reader(_Rank):
@@ -280,7 +283,7 @@ def lead(store: Any, group: str, world_size: int, timeout: timedelta, device: st
                     connection, _ = server.accept()
                 except OSError:  # it is gone again
                     continue
-                _greet(connection, group, world_size, lines)
+                _greet(connection, group, world_size, lines, deadline)
             for line in lines.values():
                 line.say(Met())
         except BaseException:
@@ -290,14 +293,18 @@ def lead(store: Any, group: str, world_size: int, timeout: timedelta, device: st
     return Owner(group, [lines[rank] for rank in sorted(lines)], device)
 
 
-def _greet(connection: socket.socket, group: str, world_size: int, lines: dict[int, Line]) -> None:
+def _greet(
+    connection: socket.socket, group: str, world_size: int, lines: dict[int, Line], deadline: float
+) -> None:
     """Only a process of this user that knows the group becomes a rank; each rank is taken once."""
     line = Line(connection, "a caller")
     try:
         size = struct.calcsize("3i")
         _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
-        hello, _ = line.expect(Hello, time.monotonic() + _HELLO_S)
-        is_one = user == os.getuid() and hello.group == group and 0 < hello.rank < world_size
+        if user != os.getuid():  # it is not waited for
+            raise TransferError("it is another user's")
+        hello, _ = line.expect(Hello, min(deadline, time.monotonic() + _HELLO_S))
+        is_one = hello.group == group and 0 < hello.rank < world_size
         if is_one and hello.rank not in lines:
             line.who = f"rank {hello.rank}"
             lines[hello.rank] = line

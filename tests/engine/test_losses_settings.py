@@ -24,7 +24,6 @@ OTHER: dict[str, Any] = {
     "eps_clip": 0.1,
     "eps_clip_high": 0.3,
     "eps_clip_c": 4.0,
-    "m2_threshold": 0.5,
     "proximal_policy": "interpolated",
     "tis_clip": 7.0,
     "tis_clip_low": 0.5,
@@ -33,7 +32,7 @@ OTHER: dict[str, Any] = {
     "tis_veto": 1e-5,
     "use_opsm": True,
     "opsm_delta": 0.2,
-    "loss_aggregation": "prompt",
+    "loss_aggregation": "constant",
     "loss_constant_length": 77,
     "kl_loss_coef": 0.3,
     "kl_loss_type": "low_var_kl",
@@ -66,9 +65,10 @@ def test_a_constant_length_is_that_of_the_longest_response_unless_it_is_set(monk
 
 
 def test_later_settings_change_the_fingerprint_only_where_they_are_used():
-    plain = fingerprint(build_config(LEAST))
-    for name in OTHER:
-        if name in ("loss", "tis_clip_low", "proximal_policy", "tis_level"):
-            continue  # these go with another loss, which changes it anyway
-        changed = build_config({**LEAST, "trainer": {name: OTHER[name]}})
-        assert fingerprint(changed) != plain, name
+    """Each of them alone in another state than all together, since many go with others only."""
+    whole = fingerprint(build_config({**LEAST, "trainer": OTHER}))
+    assert whole != fingerprint(build_config(LEAST))
+    needed = {"loss", "use_opsm", "kl_loss_coef", "loss_aggregation"}  # by others among them
+    for name in OTHER.keys() - needed:
+        without = {other: value for other, value in OTHER.items() if other != name}
+        assert fingerprint(build_config({**LEAST, "trainer": without})) != whole, name

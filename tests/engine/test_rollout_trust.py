@@ -276,6 +276,26 @@ def test_a_sample_with_tokens_of_a_version_that_is_just_being_taken_waits_until_
     } == {1}
 
 
+class Secretive(ScriptedEngine):
+    """Labels its tokens with a version that its daemon was never told of."""
+
+    async def generate(self, prompt_ids: Any, sampling: Sampling, *, request_id: str) -> Completion:
+        done = await super().generate(prompt_ids, sampling, request_id=request_id)
+        return done._replace(versions=[(0, 7, len(done.ids))])
+
+
+def test_a_sample_of_a_version_that_was_never_told_is_a_failure_and_no_sample(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.publish(0)
+    worker = make_worker(run, Secretive(from_table({}, "ok", ByteTokenizer())))
+    with OnThread(worker):
+        run.dispatch("first")
+        eventually(lambda: len(run.of("trajectories", RolloutFailed)) == 2, "both members have an outcome")
+    assert not run.of("trajectories", TrajectoryFinished)
+    [failure, _] = run.of("trajectories", RolloutFailed)
+    assert failure.reason == "no_weights" and "never told to be held: e0-v0" in failure.detail
+
+
 def test_a_daemon_that_ends_in_an_update_publishes_nothing_of_a_version_it_never_told(tmp_path: Path) -> None:
     """As at the end of a run, whose last version engines are still taking."""
     run = Run(tmp_path)

@@ -183,3 +183,21 @@ def test_weights_that_are_not_what_was_published_are_not_put_in_place(folder, tm
     with pytest.raises(EngineError, match="weights_unreadable"):
         scorer(backend, on_disk(tmp_path / "run"))(event, batch_of(2).samples)
     assert digest(backend.weights()) == before
+
+
+def test_scoring_that_runs_out_of_memory_is_no_fault_of_the_step_and_leaves_the_model_as_it_was(
+    folder, tmp_path, monkeypatch
+):
+    backend, store = TorchBackend(folder, TorchSettings()), WeightStore(tmp_path / "weights", keep=9)
+    moved = {name: value + 1 for name, value in backend.weights().items()}
+    event = store.publish(moved, epoch=1, version=1, step=1)
+    before = digest(backend.weights())
+
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr(backend.policy, "score", no_room)
+    with pytest.raises(EngineError, match="out of memory") as error:
+        scorer(backend, on_disk(tmp_path))(event, batch_of(2).samples)
+    assert error.value.reason == "probe_failed"
+    assert digest(backend.weights()) == before

@@ -121,7 +121,8 @@ class SGLangEngine:
         self._error: EngineError | None = None
         self._live: dict[str, tuple[str, asyncio.Task[Generated]]] = {}  # request id → (rid, its call)
         self._update: asyncio.Task[float] | None = None
-        self._is_unclaimed = False  # who asked for that update gave up waiting, and has not asked again
+        self._told: WeightsId | None = None  # of which its caller knows that it is held
+        self._is_given_up = False  # who asked for that update gave up waiting, and has not asked again
         self._watch: asyncio.Task[None] | None = None
         self._tokens = self._requests = self._cached_tokens = 0
         self._stall_s = self._last_stall_s = self._busy_s = self._busy_since = 0.0
@@ -151,7 +152,14 @@ class SGLangEngine:
 
     @property
     def _served(self) -> Held | None:
-        return self._updates.held if self._fatal is None and not self._is_unclaimed else None
+        is_open = self._is_given_up and self._update is not None and not self._update.done()
+        return None if self._fatal is not None or is_open or self._untold is not None else self._updates.held
+
+    @property
+    def _untold(self) -> WeightsId | None:
+        """Brought by an update that was given up: its caller may never ask for it, and so never tell of it."""
+        held = self._updates.held
+        return held.id if self._is_given_up and held is not None and held.id != self._told else None
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, *, request_id: str) -> Completion:
         self._check_alive()
@@ -183,19 +191,22 @@ class SGLangEngine:
         """As RolloutEngine.update; the first one waits until the server is ready.
 
         One that its caller gives up goes on to its end, which has deadlines of its own: a server is never left paused.
-        Nobody is served then until the caller has asked again, and so knows what is held.
+        Nobody is served then until it has failed, or the caller has asked again and so knows what is held.
         """
         if await self._has_taken(published):
+            self._is_given_up, self._told = False, weights_id(published)
             return self._last_stall_s
         if not self._is_ready:
             await self._become_ready()
         task = self._begin_update(self._updates.take(published, path))
         try:
-            return await asyncio.shield(task)
+            stall_s = await asyncio.shield(task)
         except asyncio.CancelledError:
-            self._is_unclaimed = True
+            self._is_given_up = True
             self._check_alive()
             raise
+        self._told = weights_id(published)
+        return stall_s
 
     async def join_group(self, formed: TransferGroupFormed, first_rank: int) -> None:
         self._check_alive()
@@ -226,12 +237,14 @@ class SGLangEngine:
             await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({task}, timeout=_LEFT_S)
             if task.done():
-                return task.result()
-            self._is_unclaimed = True
+                stall_s = task.result()
+                self._told = weights_id(published)
+                return stall_s
+            self._is_given_up = True
             detail = f"version {published.version}: group {group} was left, and the server still waits for the trainer"
             raise EngineError(TRANSFER_FAILED, detail)
         except asyncio.CancelledError:
-            self._is_unclaimed = True
+            self._is_given_up = True
             self._check_alive()
             raise
         finally:
@@ -287,10 +300,9 @@ class SGLangEngine:
 
     def _check_versions(self, done: Generated) -> None:
         """The guarantee that no token counts whose weights were not verified on this server, and told of."""
-        held = self._updates.held if self._is_unclaimed else None  # which its caller may never ask for
-        untold = held.id[:2] if held is not None else None
+        untold = self._untold
         for epoch, version, _ in done.versions:
-            if (epoch, version) == untold:
+            if untold is not None and (epoch, version) == untold[:2]:
                 detail = f"version {version} was taken by an update that was given up, and may be of no use"
                 raise EngineError(NO_WEIGHTS, detail)
             if not self._updates.has_held(epoch, version):
@@ -319,19 +331,21 @@ class SGLangEngine:
 
     # -- weights
     async def _has_taken(self, published: WeightsPublished) -> bool:
-        """Whether an update that its caller gave up has brought this version; waits for one that is under way."""
+        """Whether an update that its caller gave up has brought this version; waits for one that is under way.
+
+        What such an update brought instead of it is held no longer: nobody told of it, and nobody will.
+        """
         self._check_alive()
         if self._update is not None and not self._update.done():
             await asyncio.wait({self._update})
             self._check_alive()
-        is_unclaimed, self._is_unclaimed = self._is_unclaimed, False
-        held = self._updates.held
-        if not is_unclaimed or held is None:
-            return False
-        if held.id != weights_id(published):
+        untold = self._untold
+        if untold is not None and untold == weights_id(published):
+            return True
+        if untold is not None:
             self._updates.disown()
-            return False
-        return True
+        self._is_given_up = False
+        return False
 
     def _begin_update(self, work: Coroutine[Any, Any, float]) -> asyncio.Task[float]:
         self._update = task = asyncio.ensure_future(self._take(work))

@@ -101,9 +101,11 @@ class Updates:
         return (epoch, version) in self._verified
 
     def disown(self) -> None:
-        """Nobody was told that the version which is held was taken: tokens of it must not count any more."""
+        """Nobody was told that the version which is held was taken: tokens of it must not count, and it is nothing to
+        go back to."""
         if self.held is not None:
             self._verified.pop((self.held.id.epoch, self.held.id.version), None)
+            self.held = None
 
     async def take(self, published: WeightsPublished, path: Path) -> float:
         """Returns the seconds from pause to continue. Raises EngineError; a fatal one is in `lost` too."""

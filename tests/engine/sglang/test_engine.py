@@ -176,7 +176,7 @@ def test_a_server_that_a_killed_daemon_left_paused_goes_on(
     async def scene(engine: SGLangEngine) -> None:
         version = versions.publish(1)
         await engine.update(version.event, version.path)
-        assert (await engine.generate(PROMPT, SHORT, request_id="r")).versions == [(1, 1, 8)]
+        assert (await engine.generate(PROMPT, SHORT, request_id="s")).versions == [(1, 1, 8)]
 
     run(double, tmp_path, scene)
 
@@ -287,6 +287,89 @@ def test_a_version_whose_caller_gave_up_is_served_only_once_it_was_asked_for_aga
         assert engine.held == WeightsId(1, 2, second.event.digest)
         labels = [body["weight_version"] for body in double.calls("/update_weights_from_disk")]
         assert labels == ["e1-v1", "e1-v2"], "it was loaded once"
+
+    run(double, tmp_path, scene)
+
+
+def test_a_given_up_update_that_fails_leaves_the_old_version_serving_and_its_running_samples_whole(
+    double: Double, versions: Versions, tmp_path: Path
+) -> None:
+    """The old version was told: what runs on it counts, also when a newer one is asked for afterwards."""
+
+    async def scene(engine: SGLangEngine) -> None:
+        first, second, third = (versions.publish(version) for version in (1, 2, 3))
+        await engine.update(first.event, first.path)
+        task = generate(engine, LONG)
+        await some_tokens(double)
+        double.fail("/update_weights_from_disk", "status", status=400, text="Failed to get weights iterator")
+        double._unblocked.clear()
+        update = asyncio.ensure_future(engine.update(second.event, second.path))
+        while double.paused is None:
+            await asyncio.sleep(0.001)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        double._loop.call_soon_threadsafe(double._unblocked.set)
+        await asyncio.wait({engine._update}, timeout=DEADLINE_S)
+        assert engine.held == WeightsId(1, 1, first.event.digest)
+        assert (await engine.generate(PROMPT, SHORT, request_id="s")).versions == [(1, 1, 8)]
+        await engine.update(third.event, third.path)
+        done = await task
+        assert {each[1] for each in done.versions} <= {1, 3} and done.versions[0][1] == 1
+
+    run(double, tmp_path, scene)
+
+
+def test_a_version_that_nobody_was_told_of_is_nothing_to_go_back_to(
+    double: Double, versions: Versions, tmp_path: Path
+) -> None:
+    async def scene(engine: SGLangEngine) -> None:
+        first, second, third = (versions.publish(version) for version in (1, 2, 3))
+        await engine.update(first.event, first.path)
+        double._unblocked.clear()
+        update = asyncio.ensure_future(engine.update(second.event, second.path))
+        while double.paused is None:
+            await asyncio.sleep(0.001)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        double._loop.call_soon_threadsafe(double._unblocked.set)
+        await asyncio.wait({engine._update}, timeout=DEADLINE_S)
+        double.fail("/update_weights_from_disk", "status", status=400, text="Failed to get weights iterator")
+        with pytest.raises(EngineError, match="Failed to get weights iterator"):
+            await engine.update(third.event, third.path)
+        assert engine.held is None
+        with pytest.raises(EngineError, match="no_weights"):
+            await engine.generate(PROMPT, SHORT, request_id="r")
+        await engine.update(third.event, third.path)
+        assert (await engine.generate(PROMPT, SHORT, request_id="s")).versions == [(1, 3, 8)]
+
+    run(double, tmp_path, scene)
+
+
+def test_a_version_that_came_before_its_broadcast_is_served_only_once_it_was_asked_for(
+    double: Double, versions: Versions, tmp_path: Path
+) -> None:
+    """Else it would serve a version of which no EngineReady was told."""
+
+    async def scene(engine: SGLangEngine) -> None:
+        first, second = versions.publish(1), versions.publish(2)
+        await engine.update(first.event, first.path)
+        double._unblocked.clear()
+        update = asyncio.ensure_future(engine.update(second.event, second.path))
+        while double.paused is None:
+            await asyncio.sleep(0.001)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        double._loop.call_soon_threadsafe(double._unblocked.set)
+        await asyncio.wait({engine._update}, timeout=DEADLINE_S)
+        with pytest.raises(EngineError, match="version 2 came before, and not by g1") as error:
+            await engine.receive(second.event, "g1", 1 << 20)
+        assert error.value.reason == "transfer_failed" and engine.held is None
+        await engine.update(second.event, second.path)
+        assert engine.held == WeightsId(1, 2, second.event.digest)
+        assert len(double.calls("/update_weights_from_disk")) == 2, "it was loaded once"
 
     run(double, tmp_path, scene)
 
