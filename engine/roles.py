@@ -535,9 +535,11 @@ def _generate(config: Config) -> Generate:
 
 def _rollout(config: Config, log: EventLog, topics: Topics, replica: int, replicas: int, stop: Stop) -> int:
     from engine.rollout.loading import on_disk
+    from engine.rollout.watch import UPDATE_DEADLINE
     from engine.rollout.worker import RolloutWorker
 
     rollout = config.rollout
+    start = timedelta(seconds=rollout.sglang.start_timeout_s)
     engine = _engine(config, replica)
     worker = RolloutWorker(
         log,
@@ -555,6 +557,7 @@ def _rollout(config: Config, log: EventLog, topics: Topics, replica: int, replic
         apply_chat_template=config.data.apply_chat_template,
         seed=config.run.seed,
         on_lost=config.log.on_lost,
+        first_update=UPDATE_DEADLINE + (start if rollout.backend == "sglang" else timedelta()),
     )
     return worker.run(stop)
 

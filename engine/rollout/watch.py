@@ -55,7 +55,8 @@ class _Membership(NamedTuple):
 class WeightsWatch:
     """Call `keep_current` whenever the ledger has moved, on the event loop; `close` ends an update that runs.
 
-    `updated` is called after each update, `tell` with every fleet event.
+    `updated` is called after each update, `tell` with every fleet event. `first_deadline`: of the first update, in
+    which a server may have to start; of the others it is UPDATE_DEADLINE.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class WeightsWatch:
         locate: Locate,
         tell: Tell,
         updated: Callable[[], None],
+        first_deadline: timedelta = UPDATE_DEADLINE,
         clock: Clock = now_ms,
     ) -> None:
         self.engine, self.ledger, self.name, self.incarnation = engine, ledger, name, incarnation
@@ -76,6 +78,7 @@ class WeightsWatch:
         self.load_s = self.stall_s = 0.0  # of the last update
         self.stood_still_s = 0.0  # of all
         self._locate, self._tell, self._updated, self._clock = locate, tell, updated, clock
+        self._first_deadline = max(first_deadline, UPDATE_DEADLINE)
         self._update: asyncio.Task[None] | None = None
         self._groups: dict[str, _Membership] = {}  # that it is in, or is joining
         self._to_do: deque[Receive | Leave] = deque()
@@ -271,11 +274,12 @@ class WeightsWatch:
             logger.warning("%s: engine %s left group %s badly: %s", self.name, self.engine.name, group, error)
 
     async def _take(self, published: WeightsPublished) -> float:
+        limit_s = (UPDATE_DEADLINE if self.updates else self._first_deadline).total_seconds()
         try:
             update = self.engine.update(published, self._locate(published))
-            return await asyncio.wait_for(update, UPDATE_DEADLINE.total_seconds())
+            return await asyncio.wait_for(update, limit_s)
         except asyncio.TimeoutError:
-            detail = f"version {published.version} was not taken within {UPDATE_DEADLINE.total_seconds():g} s"
+            detail = f"version {published.version} was not taken within {limit_s:g} s"
             raise EngineError("weights_timeout", detail) from None
 
     def _tell_updating(self, published: WeightsPublished, transport: str) -> None:

@@ -35,7 +35,7 @@ from engine.rollout.outcomes import Outcomes
 from engine.rollout.publisher import Publisher
 from engine.rollout.receiving import Action, Transfers
 from engine.rollout.text import TokenText
-from engine.rollout.watch import WeightsWatch
+from engine.rollout.watch import UPDATE_DEADLINE, WeightsWatch
 from streams.columns import LogprobFormat
 from streams.events import (
     EngineJoined,
@@ -93,10 +93,14 @@ class RolloutWorker:
         apply_chat_template: bool = False,
         seed: int = 0,
         on_lost: OnLost = "stop",
+        first_update: timedelta = UPDATE_DEADLINE,
         clock: Clock = now_ms,
         incarnation: str = "",
     ) -> None:
-        """`incarnation` names this process in all that it makes; "": a name of its own, unique over the run's life."""
+        """`incarnation` names this process in all that it makes; "": a name of its own, unique over the run's life.
+
+        `first_update`: how long the first version may take, the start of the engine's server included.
+        """
         self.log, self.topics, self.engine, self.generate = log, topics, engine, generate
         self.incarnation = incarnation or secrets.token_hex(4)
         self.sampling, self.options, self.seed, self.clock = sampling, dict(options or {}), seed, clock
@@ -128,6 +132,7 @@ class RolloutWorker:
             locate=locate,
             tell=self._tell_fleet,
             updated=self._updated,
+            first_deadline=first_update,
             clock=clock,
         )
         self.outcomes = Outcomes(

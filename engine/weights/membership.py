@@ -1,7 +1,7 @@
 """The trainer's view of the fleet: which engines may be members of the next transfer group.
 
     EngineJoined (n_ranks > 0) ─► EngineReady ─► candidate, while its daemon gives signs of life in `metrics`
-    EngineLeft, EngineFailed("engine") ─► gone      a transfer lost it ─► candidate again at its next sign of life
+    EngineLeft, EngineFailed of its end ─► gone     a transfer lost it ─► candidate again at its next sign of life
     lost several times in a row ─► left out, until it joins anew (it takes its versions from disk)
 
 Signs of life count from when they are read, so no two clocks are compared: `catch_up` must be called often.
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 FRESH = timedelta(seconds=5)  # a daemon gives a sign about once a second
 MOST_FAILURES = 3  # in a row; then the engine is left out until it joins anew
-ENGINE_ENDED = "engine"  # reason of the EngineFailed after which an engine serves nothing
+ENDED = ("engine", "quarantined")  # reasons of an EngineFailed after which an engine serves nothing
 NOT_AS_PUBLISHED = "weights_mismatch"
 
 
@@ -158,7 +158,7 @@ class Members:
         elif isinstance(event, EngineReady) and event.engine in self._engines:
             self._engines[event.engine].is_ready = True
         elif isinstance(event, EngineFailed) and event.engine in self._engines:
-            if event.reason == ENGINE_ENDED:
+            if event.reason in ENDED:
                 del self._engines[event.engine]
             elif event.reason == NOT_AS_PUBLISHED:
                 self._count_failure(event.engine)

@@ -27,6 +27,7 @@ from engine.weights.delta import SUFFIX
 from engine.weights.tensors import WeightsError
 from replay.ledger import LedgerEntry, read_ledger
 from replay.records import entries
+from engine.weights.membership import ENDED
 from streams.errors import ConfigError, MillstreamError
 from streams.events import (
     CheckpointSaved,
@@ -42,7 +43,6 @@ from streams.topics import Topics
 Source = Literal["file", "chain", "replay", "gone"]
 
 LATEST = "latest"
-ENGINE_ENDED = "engine"  # reason of the one EngineFailed after which an engine serves nothing
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
@@ -300,7 +300,7 @@ def _serving(log: EventLog, topics: Topics) -> dict[str, EngineReady]:
         if isinstance(event, EngineReady):
             serving[event.engine] = event
         elif isinstance(event, (EngineLeft, EngineJoined)) or (
-            isinstance(event, EngineFailed) and event.reason == ENGINE_ENDED
+            isinstance(event, EngineFailed) and event.reason in ENDED
         ):
             serving.pop(event.engine, None)
     return serving

@@ -354,6 +354,10 @@ class Sender:
 
     def _failed(self, formed: _Formed, published: WeightsPublished, error: str) -> list[str]:
         """Close the group on all sides, find out who was lost, and say so."""
+        if self._closing:  # nobody was lost
+            self._close_group()
+            self._end("finished", f"the trainer ends; version {published.version} was still on its way")
+            return []
         absent = self._absent(formed) if self._group is None and not self._gone else []
         if self._gone:  # say so first: Gloo may hold the others' connections until the deadline
             self._end("failed", error, self._gone)

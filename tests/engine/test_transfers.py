@@ -230,6 +230,22 @@ def test_an_engine_killed_in_the_middle_of_a_broadcast_takes_no_other_with_it(en
 
 
 @BOTH
+def test_a_trainer_that_ends_in_the_middle_of_a_broadcast_says_so_and_blames_nobody(engines: Fleet) -> None:
+    trainer = engines.trainer(deadline_s=40)
+    trainer.publish(4)
+    engines.start(0, Fault("stop", version=5))
+    engines.whole(0)
+    trainer.publish(5, wait_s=0)
+    eventually(lambda: trainer.sender._group is not None, "the group to be whole")
+    assert timed(trainer.sender.close) <= 15
+    [ended] = engines.events(TransferGroupEnded)
+    assert (ended.reason, ended.lost) == ("finished", [])
+    assert "version 5 was still on its way" in ended.detail
+    engines.signal(0, signal.SIGCONT)
+    assert engines.ways(5, 0) == ["disk"]
+
+
+@BOTH
 def test_a_frozen_engine_holds_nobody_up_and_catches_up_from_disk_when_it_goes_on(engines: Fleet) -> None:
     trainer = engines.trainer(deadline_s=40)
     trainer.publish(4)
