@@ -155,6 +155,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "gspo": grpo,  # arXiv 2507.18071, section 4.1: GRPO's advantages under a ratio of whole sequences
     "ppo": reward,
 }
+OF_BATCH = frozenset(
+    {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+)  # a group alone does not tell them
+OF_CRITIC = frozenset({"ppo"})  # nor do rewards
 
 
 def of_cut(cut: BatchCut, estimator: str) -> list[NDArray[np.float32]]:

@@ -16,7 +16,8 @@ HELP = "print the effective configuration"
 DESCRIPTION = """Print every setting with the value in force, as TOML: defaults, then the file, then
 MILLSTREAM__section__key variables, then --set. Secrets are redacted. With a log on Kafka, the options
 that its client library is given follow as comments. Exits with 2 and the full key when a setting
-is unknown, of another type, or cannot hold together with another."""
+is unknown, of another type, without effect, or cannot hold together with another. A setting that is
+derived from others unless it is set (global_batch_size, max_open_groups, …) is shown as unset."""
 EXAMPLE = """  millstream config runs/demo
   millstream config my.toml --set staleness.max_weight_staleness=4"""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from engine.commands import common, words
 
 if TYPE_CHECKING:
+    from engine.settings import Config
     from replay.lives.facts import Life
     from replay.lives.sheet import Sheet
 
@@ -74,7 +75,8 @@ def execute(args: argparse.Namespace) -> int:
     common.setup_logging("warning")
     decode = words.decoder(args, config)
     with common.open_for_reading(config) as log:
-        found = life(log, common.topics_of(config), args.kind, args.id, decode)
+        topics, estimator = common.topics_of(config), _estimator(config)
+        found = life(log, topics, args.kind, args.id, decode, estimator=estimator)
     if args.html is not None:
         _write_page(args.html, found)
     if args.json:
@@ -82,6 +84,12 @@ def execute(args: argparse.Namespace) -> int:
     elif args.html is None:
         _print(found)
     return 0
+
+
+def _estimator(config: Config) -> str:
+    from engine.config_effects import WITHOUT_ADVANTAGES
+
+    return "" if config.trainer.loss in WITHOUT_ADVANTAGES else config.trainer.advantage_estimator
 
 
 def _write_page(file: Path, found: Life) -> None:

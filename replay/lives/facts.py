@@ -178,7 +178,8 @@ class SampleLife(Life, frozen=True, kw_only=True, tag="sample"):
     reward: Reward | None = None
     group_mean: float | None = None
     group_std: float | None = None
-    advantage: float | None = None
+    advantage: float | None = None  # None: not known, not yet, or not of a whole sample (a critic's)
+    advantage_estimator: str = "grpo"  # "": the loss looks at no reward
     ages: Ages | None = None
     measured: Measured | None = None
     failures: list[Failure] = []

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from consumers.advantages import Advantages, group_advantages
+from consumers.advantages import ESTIMATORS, OF_BATCH, OF_CRITIC, Advantages, Group, group_advantages
 from replay.lives.ages import ages_of
 from replay.lives.facts import Ages, Failure, GroupLife, Letter, MemberRow, Moment, Verdict, VersionTokens
 from replay.lives.ids import no_group, parse_group
@@ -44,11 +44,12 @@ class Scores(NamedTuple):
 
     uids: list[str]
     rewards: list[float]
-    advantages: Advantages
+    spread: Advantages  # of their group
+    values: list[float | None]  # their advantages by the run's estimator, as far as they are known
 
     def of(self, uid: str) -> float | None:
         """The advantage of a member; None for one that does not count."""
-        return float(self.advantages.values[self.uids.index(uid)]) if uid in self.uids else None
+        return self.values[self.uids.index(uid)] if uid in self.uids else None
 
 
 def show_group(run: RunFacts, text: str) -> GroupLife:
@@ -61,11 +62,11 @@ def show_group(run: RunFacts, text: str) -> GroupLife:
 
 
 def life_of(run: RunFacts, trail: Trail) -> GroupLife:
-    verdict, scores = group_verdict(run, trail), scores_of(trail)
+    verdict, scores = group_verdict(run, trail), scores_of(run, trail)
     task = trail.first or trail.skipped
     failures, letters = failures_of(trail), letters_of(trail)
     members = _rows(trail, verdict, scores)
-    known = scores.advantages if scores.uids else None
+    known = scores.spread if scores.uids else None
     return GroupLife(
         run=run.topics.run,
         notes=trail.notes,
@@ -120,7 +121,7 @@ def seq_of(trail: Trail) -> int | None:
 
 
 # ---------------------------------------------------------------- rewards
-def scores_of(trail: Trail) -> Scores:
+def scores_of(run: RunFacts, trail: Trail) -> Scores:
     """Advantages as the trainer forms them (engine/trainer/payloads.py): over the members of the cut."""
     decided, completed = trail.decided, members_of(trail)
     if decided is not None and decided.group is not None:
@@ -133,12 +134,37 @@ def scores_of(trail: Trail) -> Scores:
             first.setdefault(event.index, event)
         found = [(first[index].uid, first[index].reward) for index in sorted(first)]
     rewards = [reward for _, reward in found]
-    return Scores([uid for uid, _ in found], rewards, advantages_of(rewards))
+    return Scores([uid for uid, _ in found], rewards, spread_of(rewards), _values(run, trail, rewards))
 
 
-def advantages_of(rewards: Sequence[float]) -> Advantages:
-    """As the trainer's. One that is not finite, which no stage of ours writes, is left out instead of stopping us."""
-    return group_advantages([each if math.isfinite(each) else None for each in rewards])
+def spread_of(rewards: Sequence[float]) -> Advantages:
+    """Mean and spread of a group. A reward that is not finite, which no stage of ours writes, is left out."""
+    return group_advantages(_finite(rewards))
+
+
+def _values(run: RunFacts, trail: Trail, rewards: Sequence[float]) -> list[float | None]:
+    decided = trail.decided
+    if run.estimator in OF_CRITIC or run.estimator not in ESTIMATORS:
+        return [None] * len(rewards)
+    if run.estimator not in OF_BATCH:
+        [values] = ESTIMATORS[run.estimator]([Group(_finite(rewards), [1] * len(rewards))])
+        return [float(each) for each in values]
+    if decided is None or decided.group is None:
+        return [None] * len(rewards)  # it depends on the groups that it will be cut with
+    groups = [
+        Group(
+            _finite([member.reward for member in each.members]),
+            [member.n_trainable_tokens for member in each.members],
+        )
+        for each in decided.cut.groups
+    ]
+    return [
+        float(each) for each in ESTIMATORS[run.estimator](groups)[decided.cut.groups.index(decided.group)]
+    ]
+
+
+def _finite(rewards: Sequence[float]) -> list[float | None]:
+    return [each if math.isfinite(each) else None for each in rewards]
 
 
 def members_of(trail: Trail) -> dict[str, Member]:

@@ -48,10 +48,11 @@ class RunFacts:
     """`RunFacts(log, topics)` reads the ledger; everything else is answered from it.
 
     A run that has just begun may have none. Raises SchemaTooNew for one that only a newer Millstream can read.
+    `estimator`: of consumers.advantages, by which the run makes advantages of rewards; "": its loss looks at none.
     """
 
-    def __init__(self, log: EventLog, topics: Topics) -> None:
-        self.log, self.topics = log, topics
+    def __init__(self, log: EventLog, topics: Topics, estimator: str = "grpo") -> None:
+        self.log, self.topics, self.estimator = log, topics, estimator
         self.ledger, self.view = read_ledger(log, topics)
         self._refuse()
         self.notes = self._unreadable()

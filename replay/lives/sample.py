@@ -63,7 +63,7 @@ def show_sample(run: RunFacts, text: str, words: Words | None = None) -> SampleL
 def _life(run: RunFacts, trail: Trail, uid: str, words: Words | None) -> SampleLife:
     notes = list(trail.notes)
     index, attempt = index_of(uid), attempt_of(uid)
-    opened, used, scores = _open(run, trail, uid, notes), trail.cut_member(uid), scores_of(trail)
+    opened, used, scores = _open(run, trail, uid, notes), trail.cut_member(uid), scores_of(run, trail)
     scored = _reward(trail, uid)
     runs = _trainable(trail, uid, opened, scored)
     spans = _spans(run, trail, opened, used, words)
@@ -106,9 +106,10 @@ def _life(run: RunFacts, trail: Trail, uid: str, words: Words | None) -> SampleL
         spans=spans,
         n_trained_tokens=_trained_tokens(verdict.outcome, used),
         reward=_said(trail, entry, reward),
-        group_mean=scores.advantages.mean if uid in scores.uids else None,
-        group_std=scores.advantages.std if uid in scores.uids else None,
+        group_mean=scores.spread.mean if uid in scores.uids else None,
+        group_std=scores.spread.std if uid in scores.uids else None,
         advantage=scores.of(uid),
+        advantage_estimator=run.estimator,
         ages=_ages(run, trail, uid, runs, opened, dispatch.at_ms if dispatch is not None else 0),
         measured=_measured(run, trail, uid, notes),
         failures=failures,

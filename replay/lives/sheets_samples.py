@@ -103,13 +103,26 @@ def _reward(life: SampleLife) -> list[tuple[str, str]]:
     if life.advantage is not None:
         used = "" if life.verdict.outcome == "trained" else " (as it would have been; nothing trained on it)"
         pairs.append(("advantage", f"{signed(life.advantage)}{_formula(life)}{used}"))
+    elif life.advantage_estimator == "":
+        pairs.append(("advantage", "none: the run's loss looks at no reward"))
+    elif life.advantage_estimator == "ppo":
+        pairs.append(("advantage", "one of each token, by the critic; the log does not hold them"))
     return pairs
 
 
 def _formula(life: SampleLife) -> str:
     if life.advantage == 0 and life.reward is not None and life.reward.value == life.group_mean:
         return ", the reward is the mean of its group"
-    return f" = (reward − {number(life.group_mean)}) / {number(life.group_std)}"
+    centred = f"reward − {number(life.group_mean)}"
+    if life.advantage_estimator == "dr_grpo":
+        return f" = {centred}"
+    if life.advantage_estimator == "rloo":
+        return " = reward − mean of the others"
+    if life.advantage_estimator == "reinforce_plus_plus":
+        return " = (reward − mean) / std, of all trained tokens of the step"
+    if life.advantage_estimator == "reinforce_plus_plus_baseline":
+        return f" = ({centred}) / its root mean square over all trained tokens of the step"
+    return f" = ({centred}) / {number(life.group_std)}"
 
 
 def _measured(life: SampleLife) -> list[tuple[str, str]]:

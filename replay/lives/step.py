@@ -13,7 +13,7 @@ from replay.ledger import LedgerEntry
 from replay.lives.ages import between
 from replay.lives.facts import Bucket, Moment, StepDrop, StepGroup, StepLife, VoidCut
 from replay.lives.fleet import fleet_entries, ready_with
-from replay.lives.group import advantages_of
+from replay.lives.group import spread_of
 from replay.lives.ids import no_step, parse_step
 from replay.lives.measured import StepNumbers, numbers_of
 from replay.lives.moments import in_order
@@ -172,7 +172,7 @@ def _groups(run: RunFacts, cut: BatchCut, numbers: StepNumbers, notes: list[str]
     found, row = [], 0
     for group in cut.groups:
         rewards = [member.reward for member in group.members]
-        scores, event = advantages_of(rewards), completed.get((group.partition, group.group_offset))
+        scores, event = spread_of(rewards), completed.get((group.partition, group.group_offset))
         rows = slice(row, row + len(rewards))
         row += len(rewards)
         finished = max((each.finished_ms for each in event.members), default=0) if event is not None else 0

@@ -14,13 +14,21 @@ from streams.log import EventLog
 from streams.topics import Topics
 
 
-def life(log: EventLog, topics: Topics, kind: str, text: str, words: Words | None = None) -> Life:
-    """`words` gives the text of token ids; None: tokens are shown as ids.
+def life(
+    log: EventLog,
+    topics: Topics,
+    kind: str,
+    text: str,
+    words: Words | None = None,
+    *,
+    estimator: str = "grpo",
+) -> Life:
+    """`words` gives the text of token ids; None: tokens are shown as ids. `estimator` as in RunFacts.
 
     Raises ConfigError for an unknown kind or a malformed id, NotFound when the run has no such thing, SchemaTooNew for
     a ledger that this version cannot read.
     """
-    run = RunFacts(log, topics)
+    run = RunFacts(log, topics, estimator)
     if kind == "group":
         return show_group(run, text)
     if kind == "sample":
