@@ -24,10 +24,10 @@ from engine.trainer.checkpoint import MANIFEST
 from engine.weights import chain
 from engine.weights import tensors as files
 from engine.weights.delta import SUFFIX
+from engine.weights.membership import ENDED
 from engine.weights.tensors import WeightsError
 from replay.ledger import LedgerEntry, read_ledger
 from replay.records import entries
-from engine.weights.membership import ENDED
 from streams.errors import ConfigError, MillstreamError
 from streams.events import (
     CheckpointSaved,
