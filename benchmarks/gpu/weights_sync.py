@@ -11,7 +11,8 @@ on cuda:0) and `host` (a snapshot in main memory, as the trainer takes it). The 
 
 One call of a few minutes; prints a short table last. Needs two CUDA devices, torch, transformers, msgspec, zstandard.
 
-    NCCL_NVLS_ENABLE=0 PYTHONPATH=. python benchmarks/gpu/weights_sync.py [--only speed faults demo delta] [--large]
+    NCCL_NVLS_ENABLE=0 PYTHONPATH=. python benchmarks/gpu/weights_sync.py [--only speed faults demo delta]
+        [--sizes 0.6B 4B] [--ways device host]
 """
 
 from __future__ import annotations
@@ -250,9 +251,8 @@ class Trainer:
         loaded = loaded.to("cuda:0")
         self.tensors = collective.side_by_side(loaded.state_dict())
         del loaded
-        self.n_bytes = sum(
-            tensor.nbytes for tensor in self.tensors.values()
-        )  # tied names count twice: so they go
+        # tied names go once
+        self.n_bytes = sum({each.data_ptr(): each.nbytes for each in self.tensors.values()}.values())
         self.version, self.processes = -1, {}
         self.fleet = Follower(self.log, "fleet")
         self.events: list[Event] = []
@@ -406,14 +406,14 @@ def bare(folder: Path, n_bytes: int, rounds: int = 7) -> float:
 
 
 # ---------------------------------------------------------------- transport alone
-WAYS = [(way, mib) for mib in (64, 512, 16_384) for way in ("device", "host")]
+BUCKETS = {"64 MiB": 64 * MIB, "512 MiB": 512 * MIB, "one": 8 << 30}
 ROUNDS = 8
 
 
-def receiver_process(port: int, infos: list[Any], queue: Any) -> None:
+def receiver_process(port: int, infos: list[Any], cases: list[tuple[str, str]], queue: Any) -> None:
     group = collective.join("127.0.0.1", port, 1, 2, "bench", "nccl", timedelta(seconds=60), device="cuda:1")
-    for _, mib in WAYS:
-        buckets = collective.plan(infos, mib * MIB)
+    for _, bucket in cases:
+        buckets = collective.plan(infos, BUCKETS[bucket])
         memory = collective.memory_for(buckets, "cuda:1")
         for _ in range(ROUNDS):
             tensors = collective.receive_all(group, buckets, memory, time.monotonic() + 60)
@@ -424,12 +424,14 @@ def receiver_process(port: int, infos: list[Any], queue: Any) -> None:
     group.close()
 
 
-def transport(trainer: Trainer, size: str, bare_s: float) -> None:
+def transport(trainer: Trainer, size: str, ways: list[str], bare_s: float) -> None:
     """send_all and receive_all back to back: what the buckets cost without news, digest and exchange."""
-    infos = trainer.template.tensors
+    infos, cases = trainer.template.tensors, [(way, bucket) for bucket in BUCKETS for way in ways]
     listener = collective.Listener("127.0.0.1", 0, 2, timedelta(seconds=60))
     queue = CONTEXT.Queue()
-    receiver = CONTEXT.Process(target=receiver_process, args=(listener.port, infos, queue), daemon=True)
+    receiver = CONTEXT.Process(
+        target=receiver_process, args=(listener.port, infos, cases, queue), daemon=True
+    )
     receiver.start()
     group = collective.join(
         *("127.0.0.1", listener.port, 0, 2, "bench", "nccl", timedelta(seconds=60)),
@@ -440,15 +442,15 @@ def transport(trainer: Trainer, size: str, bare_s: float) -> None:
     raws, right = {name: files.raw(tensor) for name, tensor in host.items()}, digest(host)
     torch.cuda.synchronize(0)
     buffers = collective.Buffers("cuda:0")
-    for way, mib in WAYS:
+    for way, bucket in cases:
         sent = trainer.tensors if way == "device" else raws
-        buckets, taken = collective.plan(infos, mib * MIB), []
+        buckets, taken = collective.plan(infos, BUCKETS[bucket]), []
         for _ in range(ROUNDS):
             taken.append(collective.send_all(group, sent, buckets, buffers, time.monotonic() + 60).seconds)
         s, gb = statistics.median(taken[2:]), trainer.n_bytes / 1e9
         came = queue.get(timeout=60)
         row(
-            f"{size} transport {way}, {mib} MiB",
+            f"{size} transport {way}, {bucket}",
             f"{s * 1e3:.1f} ms, {gb / s:.1f} GB/s = {bare_s / s:.0%} of bare; first {taken[0]:.2f} s, digest equal",
             "ok" if came == right else "FAILED",
         )
@@ -458,7 +460,7 @@ def transport(trainer: Trainer, size: str, bare_s: float) -> None:
 
 
 # ---------------------------------------------------------------- checks
-def speed(folder: Path, size: str) -> None:
+def speed(folder: Path, size: str, ways: list[str]) -> None:
     model, rounds = qwen3(folder / size, size), 4 if size == "0.6B" else 2
     torch.cuda.empty_cache()
     with running(folder / f"{size}-run", model) as trainer:
@@ -479,17 +481,16 @@ def speed(folder: Path, size: str) -> None:
             f"{snap_s:.3f} s to main memory, {time.monotonic() - began:.3f} s sha256",
         )
         del host
-        check(f"{size} transport", lambda: transport(trainer, size, bare_s) or "done")
+        check(f"{size} transport", lambda: transport(trainer, size, ways, bare_s) or "done")
         began = time.monotonic()
         trainer.start(0)
         trainer.new_sender(64 * MIB)
         trainer.whole(0)
         row(f"{size} engine start", f"{time.monotonic() - began:.1f} s, first version from disk")
-        buckets = (("64 MiB", 64 * MIB), ("512 MiB", 512 * MIB), ("one", 16 << 30))
-        for name, bucket in buckets if size == "0.6B" else buckets[1:]:
+        for name, bucket in BUCKETS.items():
             trainer.new_sender(bucket)
             trainer.whole(0)
-            for way in ("device", "host"):
+            for way in ways:
                 check(f"{size} {way}, {name}", lambda way=way: _updates(trainer, way, bare_s, gb, rounds))
 
 
@@ -717,14 +718,15 @@ def main() -> int:
     )
     parts = ("speed", "faults", "demo", "delta")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--large", action="store_true", help="also the 4B shape")
+    parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["0.6B"])
+    parser.add_argument("--ways", nargs="+", choices=("device", "host"), default=["device", "host"])
     args = parser.parse_args()
     print(torch.__version__, torch.cuda.get_device_name(0), torch.cuda.device_count(), flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run = {
-            "speed": lambda: speed(folder, "0.6B"),
+            "speed": lambda: [speed(folder, size, args.ways) for size in args.sizes],
             "faults": lambda: faults(folder),
             "demo": lambda: check("demo, 2 devices", lambda: demo(folder)),
             "delta": lambda: delta(folder),
@@ -738,12 +740,6 @@ def main() -> int:
                     row(part, f"{type(error).__name__}: {str(error)[:300]}", "FAILED")
         if "demo" in args.only:
             check("demo, both on one device", lambda: demo(folder, two_devices=False))
-        if args.large:
-            try:
-                speed(folder, "4B")
-            except Exception as error:
-                traceback.print_exc()
-                row("4B", f"{type(error).__name__}: {str(error)[:300]}", "FAILED")
     print(f"\n{'check':28s} {'':7s} figure ({time.monotonic() - began:.0f} s in all)")
     for each in ROWS:
         print(f"{each[0]:28s} {each[1]:7s} {each[2]}")
