@@ -1,6 +1,7 @@
 """The training step of the fsdp2 trainer on one GPU (world size 1, NCCL), beside the same step written plainly.
 
     attention  packed attention (the variable-length kernel in torch) beside rows that are padded: log-probs, gradients
+    lean       log-probs, entropies and gradient of a step's logits: Triton's kernels beside torch's, and one copy
     equal      loss and gradient norm of the same batch: fsdp2 and torch trainers, in bf16
     step       tokens/s, share of the peak FLOP/s, peak memory: the product's step (`TrainerBackend.step`, fsdp2,
                packed), with its defaults and with one setting changed at a time, and two plain steps:
@@ -227,6 +228,45 @@ def attention(bench: Bench) -> Iterator[Row]:
     }
     del model
     bench.tidy()
+
+
+def lean(bench: Bench) -> Iterator[Row]:
+    """Half-precision logits [8192, vocabulary]: forward and backward; the floor is one copy of them each way."""
+    from engine.algorithms.lean import LeanLogprobs, lean_logprobs
+
+    rows, device = (8192 if bench.device.type == "cuda" else 64), bench.device
+    logits = (torch.randn(rows, bench.size.vocab, device=device) * 4).bfloat16()
+    targets = torch.randint(0, bench.size.vocab, (rows,), device=device)
+    weights, found = torch.randn(rows, device=device), {}
+    for name, function in (("triton", lean_logprobs), ("torch", LeanLogprobs.apply)):
+        own, taken = logits.clone().requires_grad_(), []
+        for _ in range(6):
+            own.grad = None
+            bench.wait()
+            began = time.perf_counter()
+            logprobs, entropy = function(own, targets, 1.0)
+            (logprobs * weights).sum().backward()
+            bench.wait()
+            taken.append(time.perf_counter() - began)
+        assert own.grad is not None
+        found[name] = logprobs.detach(), entropy, own.grad, statistics.median(taken[1:])
+    bench.wait()
+    began = time.perf_counter()
+    for _ in range(2):
+        logits.clone()
+    bench.wait()
+    floor, (triton, plain) = time.perf_counter() - began, (found["triton"], found["torch"])
+    apart = (triton[2].float() - plain[2].float()).abs() / plain[2].float().abs().clamp(min=1e-6)
+    yield {
+        "rows": rows,
+        "triton_ms": round(1e3 * triton[3], 2),
+        "torch_ms": round(1e3 * plain[3], 2),
+        "two_copies_ms": round(1e3 * floor, 2),
+        "logprobs_differ": float((triton[0] - plain[0]).abs().max()),
+        "entropies_differ": float((triton[1] - plain[1]).abs().max()),
+        "gradients_differ": float(apart.max()),
+        "ok": bool(apart.max() <= 2**-7 and (triton[0] - plain[0]).abs().max() < 1e-4),
+    }
 
 
 def equal(bench: Bench) -> Iterator[Row]:
@@ -457,7 +497,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts: dict[str, Callable[[Bench], Iterator[Row]]] = {
-        "attention": attention, "equal": equal, "step": step, "export": export, "mixed": mixed, "save": save,
+        "attention": attention, "lean": lean, "equal": equal, "step": step, "export": export, "mixed": mixed, "save": save,
         "where": where,
     }  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts))

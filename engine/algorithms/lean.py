@@ -8,12 +8,41 @@ The arithmetic is float32 in both, as in the plain formula.
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
 
+logger = logging.getLogger(__name__)
+
 _SLICE_ELEMENTS = 1 << 27  # logits widened at a time
+
+
+def lean_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """(Log-probs [n], entropies [n]) in float32 of half-precision logits [n, V]; the entropies carry no gradient.
+
+    By two kernels of Triton on a CUDA device where they can be compiled, else by those of torch.
+    """
+    function = _kernels() if logits.is_cuda else None
+    return (function or LeanLogprobs).apply(logits, targets, temperature)
+
+
+@functools.cache
+def _kernels() -> type[torch.autograd.Function] | None:
+    """Tried once in a process: Triton may be missing, or the C compiler that it needs."""
+    try:
+        from engine.algorithms.lean_triton import TritonLogprobs
+
+        with torch.enable_grad():
+            logits = torch.zeros((1, 16), dtype=torch.bfloat16, device="cuda", requires_grad=True)
+            targets = torch.zeros(1, dtype=torch.int64, device="cuda")
+            TritonLogprobs.apply(logits, targets, 1.0)[0].sum().backward()
+        return TritonLogprobs
+    except Exception as error:
+        logger.warning("log-probs are computed without Triton's kernels, which is slower: %r", error)
+        return None
 
 
 class LeanLogprobs(torch.autograd.Function):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from engine.algorithms import packing
-from engine.algorithms.lean import LeanLogprobs
+from engine.algorithms.lean import lean_logprobs
 from engine.interfaces import TrainSample
 
 # Padding to a common length is taken for cheaper than one more forward up to this many padded tokens.
@@ -143,7 +143,7 @@ def token_logprobs(
     logits = logits_at(model, batch)
     if logits.dtype in (torch.bfloat16, torch.float16):
         if not with_entropy_gradient:
-            return TokenLogprobs(*LeanLogprobs.apply(logits, batch.targets, temperature))
+            return TokenLogprobs(*lean_logprobs(logits, batch.targets, temperature))
         logits = logits.float()
     if temperature != 1.0:
         logits = logits / temperature
