@@ -497,8 +497,8 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts: dict[str, Callable[[Bench], Iterator[Row]]] = {
-        "attention": attention, "lean": lean, "equal": equal, "step": step, "export": export, "mixed": mixed, "save": save,
-        "where": where,
+        "attention": attention, "lean": lean, "equal": equal, "step": step, "export": export, "mixed": mixed,
+        "save": save, "where": where,
     }  # fmt: skip
     parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts))
     parser.add_argument("--device", default="cuda:0")
