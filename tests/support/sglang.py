@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -106,14 +108,27 @@ class _Shared:
         for seed, folder in enumerate(self.models):
             make_model(folder, seed)
         self.server = start_server(self.models[0], self.folder / "sglang.log")
-        self.is_ready = False
+        self.is_ready = self.is_resting = False
         atexit.register(self.end)  # when the session ends before a test has asked for it
 
     def ready(self) -> RealServer:
+        if self.is_resting:
+            self._signal(signal.SIGCONT)
+            self.is_resting = False
         if not self.is_ready:
             asyncio.run(self.server.ready(START))
             self.is_ready = True
         return RealServer(self.server.url, self.models, self.server)
+
+    def rest(self) -> None:
+        """Stop it until it is asked for again: an idle server takes a third of a core."""
+        if self.is_ready and not self.is_resting:
+            self._signal(signal.SIGSTOP)
+            self.is_resting = True
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.server.pid, number)
 
     def end(self) -> None:
         self.server.kill()
@@ -123,6 +138,12 @@ class _Shared:
 @cache
 def _shared() -> _Shared:
     return _Shared()
+
+
+def rest_before(item: pytest.Item | None) -> None:
+    """Let the server rest unless the next test needs it. Called after every test."""
+    if _shared.cache_info().currsize and (item is None or not NEEDING & _asked(item)):
+        _shared().rest()
 
 
 def start_server(model: Path, log_file: Path, *, port: int = 0, args: Sequence[str] = ()) -> Server:
@@ -141,6 +162,11 @@ def start_server(model: Path, log_file: Path, *, port: int = 0, args: Sequence[s
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
     return require_sglang()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    rest_before(nextitem)
 
 
 @pytest.fixture(scope="session")

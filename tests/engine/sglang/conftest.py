@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sglang import make_model, prepare_for, sglang, sglang_python, sglang_server
+from tests.support.sglang import (
+    make_model,
+    prepare_for,
+    pytest_runtest_teardown,
+    sglang,
+    sglang_python,
+    sglang_server,
+)
 from tests.support.sglang_double import Double
 from tests.support.sglang_versions import Versions
 
-__all__ = ["sglang", "sglang_python", "sglang_server"]
+__all__ = ["pytest_runtest_teardown", "sglang", "sglang_python", "sglang_server"]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
