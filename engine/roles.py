@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from consumers.runner import Stop
+from engine import devices
 from engine.config import fingerprint, with_secrets
 from engine.interfaces import RolloutEngine, Sampling, TrainerBackend
 from engine.log_settings import log_settings
@@ -316,11 +317,11 @@ def _make_sender(config: Config, log: EventLog, topics: Topics, stop: Stop) -> C
         return None
     from consumers.outbox import append_patiently
     from engine.weights.membership import Members
-    from engine.weights.sender import BACKENDS, IPC, Sender
+    from engine.weights.sender import IPC, Sender
     from streams import codec
 
     device = "cpu" if config.trainer.backend == "scalar" else config.model.device
-    backend = weights.backend if weights.backend != "auto" else BACKENDS.get(device.partition(":")[0], "gloo")
+    backend = weights.backend if weights.backend != "auto" else devices.named(device).collectives
     backend = IPC if weights.transport == IPC else backend
 
     def append(event: Event) -> int:

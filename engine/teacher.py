@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from consumers.enrichers.teacher import Refused
+from engine import devices
 from engine.algorithms.logprobs import flatten, micro_batches, token_logprobs
 from engine.interfaces import TrainSample
 from engine.trainer.torch_backend import Limits, load_model
@@ -42,7 +43,7 @@ class TorchTeacher:
         check_tokens(folder, policy_folder)
         settings = TorchSettings(device=device, attn_implementation=attn_implementation)
         model = load_model(folder, settings, key="teacher.path").requires_grad_(False)
-        self.name, self.device = folder.name, torch.device(device)
+        self.name, self.device = folder.name, devices.ready(device, key="teacher.device").torch
         self._model = model.to(self.device, getattr(torch, dtype))
         self._limits, self._most = Limits.of(model), micro_batch_tokens
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from engine import devices
 from engine.interfaces import Completion, EngineError, Sampling, WeightsId
 from engine.rollout.loading import (
     ENGINE_CLOSED,
@@ -343,8 +344,10 @@ def _manager(
     if temperature <= 0:
         raise ConfigError(f'rollout.rollout_temperature = {temperature}: "continuous" needs one above 0')
     sizes: dict[str, Any] = {}
+    if not devices.named(model.device).captures_graphs:
+        sizes["use_cuda_graph"] = False
     if model.device.type == "cpu":
-        sizes = {"page_size": _CPU_PAGE, "max_batch_tokens": _CPU_BATCH_TOKENS}
+        sizes |= {"page_size": _CPU_PAGE, "max_batch_tokens": _CPU_BATCH_TOKENS}
         max_cached_tokens = max_cached_tokens or max(_CPU_CACHED_TOKENS, 2 * model.max_length)
     config = transformers.ContinuousBatchingConfig(
         return_logprobs=True,

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from engine import devices
 from engine.interfaces import EngineError
 from engine.rollout.loading import WEIGHTS_MISMATCH
 
@@ -28,7 +29,7 @@ class ServedModel:
     def __init__(
         self, folder: Path, *, dtype: str = "float32", device: str = "cpu", attn_implementation: str = "sdpa"
     ) -> None:
-        self.device = torch.device(device)
+        self.device = devices.ready(device).torch
         transformers_logging.disable_progress_bar()  # stderr is a log here
         self.model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=_DTYPES[dtype], attn_implementation=attn_implementation, local_files_only=True

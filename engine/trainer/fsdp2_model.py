@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine import devices
 from engine.algorithms import packing
 from engine.trainer.fsdp2_settings import Fsdp2Settings
 from engine.trainer.parts import Processes
@@ -150,9 +151,9 @@ def _shard(
         precision = MixedPrecisionPolicy(
             param_dtype=getattr(torch, settings.dtype), reduce_dtype=torch.float32
         )
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.cpu_offload else OffloadPolicy()
-    )
+    offload = OffloadPolicy()
+    if options.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=devices.named(mesh.device_type).has_pinned_memory())
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision, offload_policy=offload)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)

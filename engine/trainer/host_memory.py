@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine import devices
 from engine.weights.tensors import Snapshot
 
 
@@ -25,7 +26,7 @@ class Rooms:
     """`gather` what a generator yields. Not for several threads at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._pins = device, devices.named(device).has_pinned_memory()
         self._free: list[Tensor] = []
         self.made = 0
 
@@ -59,7 +60,7 @@ class Rooms:
         if fitting:
             room = self._free.pop(fitting[0])
         else:
-            room = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            room = torch.empty(max(nbytes, 1), dtype=torch.uint8, pin_memory=self._pins)
             self.made += 1
         whole = room.numpy()
         # every view refers to `whole`, none to `room`

@@ -19,14 +19,13 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.distributed_c10d import Store
 
+from engine import devices
 from engine.trainer.parts import RankPart
-from engine.weights.collective import DEVICES
 from streams.errors import ConfigError
 
 MEET = timedelta(minutes=10)  # for all processes to be there: they load torch, perhaps from a slow disk
 COLLECTIVE = timedelta(minutes=30)  # longest wait for the other ranks in one collective
 c10d: Any = dist  # its stores are not among its exported types
-_BACKENDS = {device: backend for backend, device in DEVICES.items() if device}  # "cuda" → "nccl"
 
 
 class Place(NamedTuple):
@@ -93,19 +92,9 @@ def store_of(place: Place) -> Store:
 def device_of(first: str, local_rank: int) -> torch.device:
     """`cuda` → cuda:<local rank>; `cuda:2` → that many after the second. The CPU is one for all.
 
-    Raises ConfigError when this host has fewer devices.
+    Raises ConfigError when this host has none, or fewer.
     """
-    device = torch.device(first)
-    if device.type == "cpu":
-        return device
-    index = (device.index or 0) + local_rank
-    count = torch.get_device_module(device).device_count()
-    if index >= count:
-        raise ConfigError(
-            f"model.device = {first!r}: rank {local_rank} of this host needs {device.type}:{index}, which has {count} "
-            f"devices in all; lower trainer.n_ranks"
-        )
-    return torch.device(device.type, index)
+    return devices.ready(first).at(local_rank, "model.device").torch
 
 
 class ProcessGroup:
@@ -119,10 +108,11 @@ class ProcessGroup:
         self.rank, self.size, self.device = rank, size, device
         if dist.is_initialized():
             raise RuntimeError("torch.distributed is in use in this process already")
-        if device.type != "cpu":
-            torch.get_device_module(device).set_device(device)
+        own = devices.named(device)
+        own.use()
         dist.init_process_group(
-            backend_for(device),
+            own.group_backend,
+            device_id=own.group_device_id,
             store=c10d.HashStore() if store is None else store,
             rank=rank,
             world_size=size,
@@ -144,13 +134,6 @@ class ProcessGroup:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-
-def backend_for(device: torch.device) -> str:
-    """Gloo for what lies on the CPU, and the device's own library beside it."""
-    if device.type == "cpu":
-        return "gloo"
-    return f"cpu:gloo,{device.type}:{_BACKENDS.get(device.type, 'gloo')}"
 
 
 class DataParallelRanks:

@@ -11,7 +11,6 @@ Weights are held in float32 whatever the model computes in: in bfloat16 a small 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from consumers.telemetry import SUMS, summarize, trajectory_sums
+from engine import devices
 from engine.algorithms import packing
 from engine.algorithms.logprobs import (
     FlatBatch,
@@ -142,7 +142,7 @@ class TorchBackend:
 
     def __init__(self, model_folder: Path, settings: TorchSettings) -> None:
         self.settings = settings
-        self.device = torch.device(settings.device)
+        self.device = devices.ready(settings.device).torch
         set_up_torch(settings)
         self.model = load_model(model_folder, settings)
         self._base = Base(model_folder) if settings.lora_rank else None
@@ -341,10 +341,8 @@ def set_up_torch(settings: TorchSettings) -> None:
     """Threads and deterministic kernels, for the whole process."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    if settings.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    devices.named(settings.device).set_deterministic(settings.deterministic)
     torch.use_deterministic_algorithms(settings.deterministic)
-    torch.backends.cudnn.benchmark = not settings.deterministic
     # filling fresh memory only makes wrong kernels repeatable, and costs a quarter of a small step
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
 

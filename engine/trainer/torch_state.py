@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine import devices
 from engine.interfaces import CheckpointError
 from engine.trainer.torch_settings import TorchSettings
 from engine.weights import tensors as files
@@ -24,7 +24,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
 
 def make_optimizer(parameters: Iterable[Tensor], settings: TorchSettings) -> torch.optim.AdamW:
     parameters = list(parameters)
-    is_fused = parameters[0].device.type in ("cpu", "cuda")
+    is_fused = devices.named(parameters[0].device).has_fused_adamw
     optimizer = torch.optim.AdamW(
         parameters,
         lr=settings.lr,
@@ -56,21 +56,16 @@ def moments_of(
 
 def rng_state(device: torch.device) -> dict[str, Tensor]:
     """States of torch's generators. Nothing in a step draws from them; a model of one's own might."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["device"] = torch.cuda.get_rng_state(device)
-    return state
+    return devices.named(device).rng_state()
 
 
 def set_rng_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"].clone())
-    if "device" in state:
-        torch.cuda.set_rng_state(state["device"].clone(), device)
+    devices.named(device).set_rng_state(state)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
     """What must be equal for equal bits."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    name = devices.named(device).hardware()
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     return {"torch": torch.__version__, "device": f"{device.type} {name}", "threads": threads}
 

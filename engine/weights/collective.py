@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from engine import devices
 from engine.weights import tensors as files
 from engine.weights.tensors import RawTensor, WeightsError
 from streams.errors import MillstreamError
@@ -34,13 +35,11 @@ if TYPE_CHECKING:
     from engine.weights.shared import Owner, Reader
 
 PORTS_TRIED = 100
-DEVICES = {"gloo": "", "nccl": "cuda", "mccl": "musa", "ipc": ""}  # backend → device of its ranks; "": any
 _ARRIVED, _REFUSED = "millstream/arrived", "millstream/refused"
 _LOOK_S = 0.1  # between two looks whether another rank cannot be a member, while NCCL connects
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.0001, 0.001  # between two looks at a broadcast that is under way
 
 _WATCHDOG_S = 600.0  # beyond the deadline: by then the group has long been aborted
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _ENVIRONMENT = threading.Lock()
 _CLOSE_S = 0.5
 
@@ -343,14 +342,15 @@ def join(
             if rank == 0:
                 return shared.lead(store, group, world_size, left, device)
             return shared.follow(store, group, rank, left, device)
-        if backend == "nccl":
+        library = devices.with_collectives(backend)
+        if library is not None:
             claim_device(store, group, rank, device)
         with _no_suicide(backend):
             made: Any = private._new_process_group_helper(
                 world_size,
                 rank,
                 [],
-                private.Backend(backend),
+                private.Backend(group_backend(backend)),
                 c10d.PrefixStore(group, store),
                 group_name=group,
                 timeout=left,
@@ -363,20 +363,26 @@ def join(
     return Group(made, store, group, backend, rank)
 
 
+def group_backend(backend: str) -> str:
+    """What torch (and SGLang) is told, on all sides alike: the word of the record, or where its library takes tensors
+    of devices alone, both halves of a group ("mccl" → "cpu:gloo,musa:mccl")."""
+    library = devices.with_collectives(backend)
+    return backend if library is None else library.weight_group
+
+
 def claim_device(store: Any, group: str, rank: int, device: str, device_id: str = "") -> None:
     """Raise TransferError when another rank of the group has this very device: NCCL wants one for each.
 
     Only ranks that come here are known (SGLang's do not). `device_id`: in place of the device's own identity.
     """
-    if not device_id:
-        from engine.weights.cuda_ipc import identity
-
-        device_id = identity(device)
+    own = devices.named(device)
+    device_id = device_id or own.identity()
     key = f"millstream/device/{group}/{device_id}"
     if device_id and store.add(key, 1) > 1:
         reason = (
-            f"rank {rank} is on the same GPU ({device_id}) as another rank, and NCCL needs one GPU for each; give "
-            'trainer and engines different ones (CUDA_VISIBLE_DEVICES), or set weights.transport = "ipc"'
+            f"rank {rank} is on the same GPU ({device_id}) as another rank, and {own.collectives.upper()} needs one "
+            f"GPU for each; give trainer and engines different ones ({own.visible_variables[0]}), or set "
+            f'weights.transport = "{"ipc" if own.has_ipc else "disk"}"'
         )
         store.set(f"{_REFUSED}/{group}", reason)
         raise TransferError(reason)
@@ -402,23 +408,25 @@ def _into(future: Future[Any], function: Callable[[], Any]) -> None:
 
 @contextmanager
 def _no_suicide(backend: str) -> Iterator[None]:
-    """Torch's watchdog ends the whole process after an error of NCCL; a broadcast of weights is not worth a trainer.
+    """Torch's watchdog ends the whole process after an error of NCCL (or MCCL); a broadcast is not worth a trainer.
 
     It reads this variable when a group is made.
     """
-    if backend != "nccl":
+    library = devices.with_collectives(backend)
+    if library is None:
         yield
         return
+    variable = library.error_variable
     with _ENVIRONMENT:
-        before = os.environ.get(_ERROR_HANDLING)
-        os.environ[_ERROR_HANDLING] = "0"
+        before = os.environ.get(variable)
+        os.environ[variable] = "0"
         try:
             yield
         finally:
             if before is None:
-                del os.environ[_ERROR_HANDLING]
+                del os.environ[variable]
             else:
-                os.environ[_ERROR_HANDLING] = before
+                os.environ[variable] = before
 
 
 def _c10d() -> Any:
@@ -665,8 +673,10 @@ def _destroy(parts: list[Any], backend: str) -> None:
     """`parts`: [group, store], the last references to them."""
     import torch.distributed as distributed
 
-    if backend != "gloo":  # a kernel that waits for a peer ends by this alone
-        _quietly(getattr(parts[0], "abort", lambda: None))
+    library = devices.with_collectives(backend)
+    if library is not None:  # a kernel that waits for a peer ends by this alone; Gloo's half has no such call
+        own = parts[0] if library.weight_group == backend else parts[0]._get_backend(library.torch)
+        _quietly(getattr(own, "abort", lambda: None))
     _quietly(lambda: distributed.destroy_process_group(parts[0]))
     parts.clear()
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from engine import devices
 from engine.weights import collective
 from engine.weights.collective import TransferError, follow
 from streams.events import TensorInfo
@@ -30,13 +31,6 @@ class _Handle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * _HANDLE_BYTES),)
 
 
-def identity(device: Any) -> str:
-    """The UUID of a CUDA device, the same in every process."""
-    import torch
-
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-
-
 class DeviceRooms:
     """`count` pieces of memory on `device`, of the one who fills them."""
 
@@ -45,7 +39,7 @@ class DeviceRooms:
 
         self._here = _numbered(device)
         self.nbytes, self.descriptors = -(-nbytes // _ROUND) * _ROUND, []
-        self.device = identity(self._here)
+        self.device = devices.named(self._here).identity()
         if not self.device:
             raise TransferError("this torch does not tell the UUID of a device, which ipc needs")
         self._pointers: list[int] = []
@@ -150,7 +144,7 @@ def _find(owner: str, own: Any) -> Any:
     import torch
 
     for number in range(torch.cuda.device_count()):
-        if identity(number) != owner:
+        if devices.named(f"cuda:{number}").identity() != owner:
             continue
         if number != own.index and not torch.cuda.can_device_access_peer(own.index, number):
             raise TransferError(

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import devices
+
 PASS = 1 << 28  # elements that are searched at once; places are 32 bits wide
 
 _FAR = (1 << 31) - 1
@@ -107,7 +109,8 @@ def on_host(tensor: Any) -> NDArray[Any]:
 
     if tensor.device.type == "cpu":
         return tensor.numpy()
-    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pins = devices.named(tensor.device).has_pinned_memory()
+    room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
     room.copy_(tensor, non_blocking=True)
     torch.get_device_module(tensor.device).current_stream(tensor.device).synchronize()
     return room.numpy()

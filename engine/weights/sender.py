@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from consumers.runner import Clock, now_ms
+from engine import devices
 from engine.weights import collective
 from engine.weights.collective import Listener, TransferError
 from engine.weights.membership import Candidate, Members
@@ -40,11 +41,6 @@ from streams.events import Event, TransferGroupEnded, TransferGroupFormed, Weigh
 logger = logging.getLogger(__name__)
 
 IPC = "ipc"  # both a backend and the transport's name
-BACKENDS = {
-    "cpu": "gloo",
-    "cuda": "nccl",
-    "musa": "mccl",
-}  # device of the trainer → library of its broadcasts
 BLAME_S = 3.0  # after a failure: how long a member that lives has time for a sign of it
 _SLICE_S = 0.1  # of the wait for a group to come together
 _LOOK_S = 0.5  # between two looks at the fleet while there is nothing to send
@@ -214,9 +210,9 @@ class Sender:
 
     def _fitting(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those that can be ranks of this kind of group."""
-        wanted = collective.DEVICES.get(self._backend, "")
+        wanted = devices.with_collectives(self._backend)
         if self._backend != IPC:
-            return [each for each in candidates if not wanted or each.device == wanted]
+            return [each for each in candidates if wanted is None or each.device == wanted.kind]
         here, device = socket.gethostname(), self._buffers.device.partition(":")[0]
         fitting = [each for each in candidates if (each.host, each.device) == (here, device)]
         if len(fitting) < len(candidates):

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from engine import devices
 from engine.weights import collective
 from engine.weights.collective import GiveUp, TransferError
 from engine.weights.shared_memory import HostRooms, HostView
@@ -244,10 +245,10 @@ class Reader(_Rank):
 
 
 def _make_rooms(name: str, nbytes: int, device: str) -> Any:
-    kind = device.partition(":")[0]
-    if kind == "cpu":
+    found = devices.named(device)
+    if found.kind == "cpu":
         return HostRooms(name, nbytes, _ROOMS)
-    if kind == "cuda":
+    if found.has_ipc:
         from engine.weights.cuda_ipc import DeviceRooms
 
         return DeviceRooms(nbytes, device, _ROOMS)

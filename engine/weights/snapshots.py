@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import devices
 from engine.weights import tensors as files
 from engine.weights.collective import side_by_side
 from engine.weights.tensors import RawTensor
@@ -74,7 +75,7 @@ class DeviceSnapshot(Mapping[str, Any]):
         stream = self._module.Stream()
         stream.wait_event(self.ready)
         with self._module.stream(stream):
-            room = _pinned(whole.numel())
+            room = _pinned(whole.numel(), whole.device)
             room.copy_(whole, non_blocking=True)
         stream.synchronize()
         return _cut(self._tensors, room.numpy(), whole.data_ptr())
@@ -120,7 +121,7 @@ class Snapshots:
 
         try:
             return DeviceSnapshot(tensors)
-        except torch.cuda.OutOfMemoryError:
+        except torch.OutOfMemoryError:
             if not self._said:
                 self._said = True
                 logger.warning(
@@ -132,7 +133,8 @@ class Snapshots:
 
 def _is_on_accelerator(tensors: Mapping[str, Any]) -> bool:
     return bool(tensors) and all(
-        getattr(getattr(each, "device", None), "type", "cpu") in ("cuda", "musa") for each in tensors.values()
+        devices.is_accelerator(getattr(getattr(each, "device", None), "type", "cpu"))
+        for each in tensors.values()
     )
 
 
@@ -181,7 +183,7 @@ def _on_host(tensors: Sequence[Any]) -> list[RawTensor]:
     import torch
 
     device = tensors[0].device
-    room = _pinned(sum(each.nbytes for each in tensors))
+    room = _pinned(sum(each.nbytes for each in tensors), device)
     at, parts = 0, []
     for each in tensors:
         part = room[at : at + each.nbytes]
@@ -193,8 +195,8 @@ def _on_host(tensors: Sequence[Any]) -> list[RawTensor]:
     return parts
 
 
-def _pinned(nbytes: int) -> Any:
-    """Main memory to which a device copies at its full speed; torch's allocator uses it again."""
+def _pinned(nbytes: int, device: Any) -> Any:
+    """Main memory to which this device copies at its full speed; torch's allocator uses it again."""
     import torch
 
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=devices.named(device).has_pinned_memory())

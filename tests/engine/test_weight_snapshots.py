@@ -38,7 +38,7 @@ class Unready(DeviceSnapshot):
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "_is_on_accelerator", bool)
-    monkeypatch.setattr(snapshots, "_pinned", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(snapshots, "_pinned", lambda nbytes, _: torch.empty(nbytes, dtype=torch.uint8))
 
 
 def test_weights_in_main_memory_are_copied_there_whatever_was_asked_for() -> None:

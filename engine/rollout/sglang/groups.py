@@ -20,6 +20,7 @@ from engine.interfaces import EngineError
 from engine.rollout.loading import TRANSFER_FAILED
 from engine.rollout.sglang.client import SGLangClient
 from engine.rollout.sglang.errors import Died, Refused, SGLangError, TimedOut
+from engine.weights.collective import group_backend
 from streams.events import TransferGroupFormed
 
 SPARE_S = 3.0  # after the trainer's deadline, for it to close the group and for Gloo to notice
@@ -84,7 +85,7 @@ class Groups:
                     first_rank,
                     formed.world_size,
                     formed.group,
-                    formed.backend,
+                    group_backend(formed.backend),
                     deadline=timedelta(seconds=max(0.0, end - time.monotonic()) + SPARE_S),
                 )
             except TimedOut as error:

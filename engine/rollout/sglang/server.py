@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO
 
+from engine import devices
 from engine.launch.daemon import describe_exit
 from engine.rollout.sglang.client import SGLangClient
 from engine.rollout.sglang.errors import Died, TimedOut
@@ -33,13 +34,6 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.2, 1.0
 _POLL_S = 0.05
 _TAIL_BYTES, _TAIL_LINES, _TRACE_LINES = 64 << 10, 15, 40
 _TRACEBACK = "Traceback (most recent call last)"
-
-# What a CPU needs, for a model of any kind. Later arguments win, so `args` may say otherwise.
-_CPU_ARGS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),
-    *("--cuda-graph-backend-decode", "disabled", "--cuda-graph-backend-prefill", "disabled"),
-    *("--mem-fraction-static", "0.3", "--max-total-tokens", "16384"),
-)
 
 
 class Server:
@@ -166,8 +160,8 @@ def command(
             f"(`make sglang` builds one for a CPU)"
         )
     place = ("--model-path", str(model), "--host", host, "--port", str(port))
-    cpu = _CPU_ARGS if device == "cpu" else ()
-    return [str(python), "-m", "sglang.launch_server", *place, *cpu, *args]
+    needed = devices.named(device).sglang_args  # later arguments win, so `args` may say otherwise
+    return [str(python), "-m", "sglang.launch_server", *place, *needed, *args]
 
 
 def environment(

@@ -13,6 +13,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
+from engine import devices
 from engine.trainer.megatron.model import Place
 from engine.trainer.megatron.names import Weight, weight_of
 from engine.trainer.megatron.shape import Shape
@@ -84,7 +85,7 @@ def _make_state(part: Any) -> None:
             group["step"] = 0
         return
     for group in inner.param_groups:
-        is_fused = all(each.device.type in ("cpu", "cuda") for each in group["params"])
+        is_fused = all(devices.named(each.device).has_fused_adamw for each in group["params"])
         group["fused"], group["foreach"] = is_fused, False
         for each in group["params"]:
             count = torch.zeros((), dtype=torch.float32, device=each.device if is_fused else "cpu")

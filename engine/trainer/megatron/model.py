@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn import functional
 
+from engine import devices
 from engine.trainer.megatron.modules import RmsNorm, SdpaAttention
 from engine.trainer.megatron.names import weight_of
 from engine.trainer.megatron.settings import MegatronSettings
@@ -203,7 +204,7 @@ def transformer_config(
         recompute_num_layers=settings.recompute_num_layers,
         calculate_per_token_loss=True,  # gradients are sums
         deterministic_mode=torch_settings.deterministic,
-        use_cpu_initialization=torch.device(torch_settings.device).type != "cuda",
+        use_cpu_initialization=devices.named(torch_settings.device).needs_cpu_init,
         perform_initialization=False,  # all weights come from files
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
