@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from engine import devices
 from engine.config_checks import find_problems
 from engine.config_fields import get, has_mark, marked, replaced
 from engine.config_kafka import find_kafka_problems
@@ -35,6 +36,7 @@ from engine.config_reader import ENV_PREFIX, Reader
 from engine.config_secrets import ENV_REFERENCE, FILE_REFERENCE, is_reference, looks_secret
 from engine.config_toml import dump_toml, show
 from engine.settings import Config, global_batch_size, open_groups_cap, samples_per_step
+from engine.trainer.megatron.bootstrap import without_musa_patch
 from streams.errors import ConfigError
 
 if sys.version_info >= (3, 11):
@@ -106,6 +108,8 @@ def build_config(
             reader.override_from_variable(name, text)
     for item in overrides:
         reader.override_from_option(item)
+    if str(reader.written("model.device")).partition(":")[0] == "musa":
+        reader.set_default("trainer.backend", "fsdp2")  # what is reported to work there
     config = _with_absolute_paths(reader.config())
     unread = {key for problem in reader.problems for key in problem.keys}
     found = (*find_problems(config), *find_kafka_problems(config))
@@ -118,7 +122,7 @@ def build_config(
 
 
 def check_paths(config: Config) -> None:
-    """Refuse a dataset or a model that is not there. Apart from loading: a log can be read without them."""
+    """Refuse a dataset, a model or a patch that is not there. Apart from loading: a log can be read without them."""
     missing = []
     for key in ("data.path", "eval.path"):
         path = get(config, key)
@@ -129,6 +133,8 @@ def check_paths(config: Config) -> None:
         folder = get(config, key)
         if folder and not (Path(folder) / "config.json").is_file():
             missing.append(f"{key} = {show(folder)}: not a Hugging Face folder (no config.json in it)")
+    if config.trainer.backend == "megatron" and devices.named(config.model.device).kind == "musa":
+        missing += without_musa_patch(os.environ)
     if missing:
         raise ConfigError("\n  ".join(missing))
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from engine import devices
 from engine.config_effects import WITHOUT_ADVANTAGES, find_without_effect
 from engine.config_fields import get, marked
 from engine.config_problems import Problem
@@ -52,7 +53,7 @@ def _required(config: Config) -> Iterator[Problem]:
     needs_model = [
         key
         for key, backend in (("rollout", config.rollout.backend), ("trainer", config.trainer.backend))
-        if backend in ("torch", "sglang")
+        if backend in ("torch", "sglang", "fsdp2", "megatron")
     ]
     if needs_model and not config.model.path:
         yield Problem(
@@ -418,17 +419,28 @@ def _transport(config: Config) -> Iterator[Problem]:
         )
     if transport == "ipc":
         yield from _ipc(config)
+    elif config.trainer.backend != "scalar":
+        yield from _broadcasts(config)
+
+
+def _broadcasts(config: Config) -> Iterator[Problem]:
+    backend, own = config.weights.backend, devices.named(config.model.device)
+    if backend not in ("auto", "gloo", own.collectives):
+        yield Problem(
+            ("weights.backend", "weights.transport", "model.device"),
+            f'weights.backend = "{backend}" with model.device = "{config.model.device}": that library moves tensors of '
+            f'other devices; set "auto" ({own.collectives}), or "gloo" to go through main memory',
+        )
 
 
 def _ipc(config: Config) -> Iterator[Problem]:
-    device = config.model.device.partition(":")[0]
     if config.rollout.backend == "sglang":
         yield Problem(
             ("weights.transport", "rollout.backend"),
             'weights.transport = "ipc" with rollout.backend = "sglang": a server unpickles what comes that way, so it '
             'is not offered; set "distributed" (another GPU than the trainer\'s) or "disk"',
         )
-    if device not in ("cpu", "cuda"):
+    if not devices.named(config.model.device).has_ipc:
         yield Problem(
             ("weights.transport", "model.device"),
             f'weights.transport = "ipc" with model.device = "{config.model.device}": memory is shared between '

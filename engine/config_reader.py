@@ -127,6 +127,22 @@ class Reader:
             nearest = _nearest_key(key.strip()) if equals and "." not in key else None
             self._refuse(item, f"--set {item}: must be section.key=value", nearest)
 
+    def written(self, key: str) -> Any:
+        """The value that somebody gave this key; None: nobody did."""
+        found: Any = self._table
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    def set_default(self, key: str, value: Any) -> None:
+        """A default that depends on other settings, where nobody wrote the key."""
+        *sections, name = key.split(".")
+        section: Any = self._table
+        for part in sections:
+            section = section.setdefault(part, {}) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.setdefault(name, value)
+
     def config(self) -> Config:
         """The settings, with defaults in place of what could not be used; each such value is a problem."""
         return self._convert(Config, self._table, "")

@@ -609,7 +609,7 @@ class TrainerConfig(Section, frozen=True):
         Literal["torch", "fsdp2", "megatron", "scalar"],
         doc(
             "`torch`: one process; `fsdp2`, `megatron`: a model sharded over `n_ranks` processes; `scalar`: one number "
-            "instead of a model, to run the loop without torch.",
+            "instead of a model, to run the loop without torch. On `musa` the default is `fsdp2`.",
             run_data=True,
         ),
     ] = "torch"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from consumers.enrichers.teacher import Refused
 from engine import devices
 from engine.algorithms.logprobs import flatten, micro_batches, token_logprobs
+from engine.devices.moving import moved
 from engine.interfaces import TrainSample
 from engine.trainer.torch_backend import Limits, load_model
 from engine.trainer.torch_settings import TorchSettings
@@ -41,10 +42,10 @@ class TorchTeacher:
         micro_batch_tokens: int = 8192,
     ) -> None:
         check_tokens(folder, policy_folder)
+        self.name, self.device = folder.name, devices.ready(device, key="teacher.device").torch
         settings = TorchSettings(device=device, attn_implementation=attn_implementation)
         model = load_model(folder, settings, key="teacher.path").requires_grad_(False)
-        self.name, self.device = folder.name, devices.ready(device, key="teacher.device").torch
-        self._model = model.to(self.device, getattr(torch, dtype))
+        self._model = moved(model, self.device, getattr(torch, dtype))
         self._limits, self._most = Limits.of(model), micro_batch_tokens
 
     @torch.no_grad()

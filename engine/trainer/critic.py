@@ -28,6 +28,7 @@ from torch import Tensor
 from engine.algorithms.critic import explained_variance, value_loss
 from engine.algorithms.logprobs import FlatBatch, MicroBatch, logits_at, micro_batches
 from engine.algorithms.returns import Gae, gae, normalized, token_rewards
+from engine.devices.moving import moved
 from engine.interfaces import BadStep, CheckpointError
 from engine.trainer.plan import Part, Plan
 from engine.trainer.stepper import Measured, Stepper
@@ -56,7 +57,7 @@ class Critic:
         """`model`: a causal language model in float32; its output layer is replaced."""
         rate = settings.lr if settings.critic_lr is None else settings.critic_lr
         self.settings, self.rate, self.device = settings, rate, torch.device(settings.device)
-        self.model = _with_value_head(model).to(self.device)
+        self.model = moved(_with_value_head(model), self.device)
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = make_optimizer(self.parameters.values(), msgspec.structs.replace(settings, lr=rate))
         self.steps = self.optimizer_steps = 0

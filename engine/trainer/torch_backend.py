@@ -34,6 +34,7 @@ from engine.algorithms.logprobs import (
     packed_micro_batches,
     token_logprobs,
 )
+from engine.devices.moving import moved
 from engine.interfaces import BadStep, CheckpointError, TrainBatch
 from engine.trainer.critic import ActorCritic, Critic
 from engine.trainer.lora import ADAPTER_FILE, Adapter
@@ -147,7 +148,7 @@ class TorchBackend:
         self.model = load_model(model_folder, settings)
         self._base = Base(model_folder) if settings.lora_rank else None
         self._adapter = Adapter(self.model, settings) if settings.lora_rank else None
-        self.model.to(self.device)
+        moved(self.model, self.device)
         self.policy = TorchPolicy(self.model, settings, self._load_reference(model_folder))
         self._stepper = Stepper(self.policy, Alone(), settings, partial(learning_rate, settings))
         is_ppo = settings.advantage_estimator == "ppo"
@@ -167,7 +168,7 @@ class TorchBackend:
                 f"trainer.ref_model = {str(folder)!r}: {Limits.of(reference).vocab_size} tokens, the model has "
                 f"{Limits.of(self.model).vocab_size}; a reference model needs the same vocabulary"
             )
-        return reference.to(self.device)
+        return moved(reference, self.device)
 
     @property
     def optimizer_steps(self) -> int:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+from engine import devices
 from streams.errors import ConfigError
 
 # module, the variable that says where it lies, the function to call once it is imported ("": importing it is all)
@@ -22,7 +23,7 @@ MUSA_PATCHES = (("musa_titan", "MUSA_TITAN_PATH", "apply_rl_patch"), ("musa_patc
 
 def prepare(device: str, environ: Mapping[str, str] = os.environ) -> None:
     """Once in a process, before anything else imports megatron. Raises ConfigError saying what is missing."""
-    if device.partition(":")[0] == "musa":
+    if devices.named(device).kind == "musa":
         _patch_for_musa(environ)
     try:
         with warnings.catch_warnings():
@@ -58,10 +59,15 @@ def _patch_for_musa(environ: Mapping[str, str]) -> None:
         if function:
             getattr(patch, function)()
         return
+    raise ConfigError(without_musa_patch({})[0])
+
+
+def without_musa_patch(environ: Mapping[str, str]) -> list[str]:
+    """The sentence to refuse a run with where no variable names the patch; nothing where one does."""
+    if any(environ.get(variable) for _, variable, _ in MUSA_PATCHES):
+        return []
     names = " or ".join(f"{variable} (folder of {module})" for module, variable, _ in MUSA_PATCHES)
-    raise ConfigError(
-        f'trainer.backend = "megatron" on musa needs the vendor\'s patch of Megatron: set {names}'
-    )
+    return [f'trainer.backend = "megatron" on musa needs the vendor\'s patch of Megatron: set {names}']
 
 
 def _need_accelerator(device: str) -> None:
