@@ -85,7 +85,7 @@ def attend(
     query, key, value = (each.to(dtype) for each in (query, key, value))
     if cu_seq_lens_q is None:
         return _of_row(query, key, value, scaling, sliding_window).transpose(1, 2), None
-    if devices.named(kind).has_varlen_attention and query.dtype in (torch.bfloat16, torch.float16):
+    if query.dtype in (torch.bfloat16, torch.float16) and devices.named(kind).has_varlen_attention:
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
     bounds = cu_seq_lens_q.tolist() if row_bounds is None else row_bounds
     lengths = [end - begin for begin, end in pairwise(bounds)]

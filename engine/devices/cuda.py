@@ -18,7 +18,7 @@ class Cuda(Accelerator):
     def _check_there(self, key: str) -> None:
         import torch
 
-        if not torch.cuda.is_available():
+        if not self.module.is_available():
             built = torch.version.cuda  # pyright: ignore[reportAttributeAccessIssue]
             why = f"it was built for CUDA {built}" if built else "it was built without CUDA"
             raise ConfigError(

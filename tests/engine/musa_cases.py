@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d
 
 from engine import devices
+from engine.config import CONFIG_FILE, Config, dump_toml, load_config
 from engine.interfaces import Sampling
 from engine.rollout.batched import BatchedEngine
 from engine.rollout.loading import on_disk
@@ -43,6 +44,8 @@ from tests.engine.transfer_daemons import (
     _candidates,
     _set_up,
     eventually,
+    serve_role,
+    tiny_run,
 )
 from tests.support import fake_musa
 
@@ -274,9 +277,10 @@ def publishing(folder: str, engines: list[int]) -> dict[str, Any]:
         if version > 1 and result is not None and result.lost:
             left = [name for name in names if name not in result.lost]
             eventually(lambda left=left: _candidates(trainer) == left, f"{left} to be left", LONGEST_S)
-    calls = list(fake_musa.Mccl.calls)
+    n_broadcasts = fake_musa.Mccl.calls.count("broadcast")
     trainer.close()
-    return {"sent": sent, "backends": backends, "calls": calls}
+    eventually(lambda: "abort" in fake_musa.Mccl.calls, "MCCL's half of the group to be aborted")
+    return {"sent": sent, "backends": backends, "broadcasts": n_broadcasts}
 
 
 def _group_backends() -> list[str]:
@@ -309,3 +313,18 @@ def torchada_over_the_device() -> dict[str, Any]:
         "config": config,
         "named": repr(devices.ready(MUSA)),
     }
+
+
+# ---------------------------------------------------------------- a whole run
+def run_on_musa(folder: Path) -> Config:
+    """tiny_run of tests/engine/transfer_daemons.py, with trainer and engines on the simulated device."""
+    overrides = ["model.device=musa", "trainer.backend=torch"]  # FSDP2 cannot be simulated
+    config = load_config(tiny_run(folder).run.dir, overrides, environ={})
+    (folder / CONFIG_FILE).write_text(dump_toml(config), encoding="utf-8")
+    return config
+
+
+def serve_on_musa(folder: str, role: str, replica: int, replicas: int) -> None:
+    """One daemon of the run. Target of a process."""
+    fake_musa.install()
+    serve_role(folder, role, replica, replicas)

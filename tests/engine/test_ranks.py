@@ -340,7 +340,8 @@ def test_a_trainer_of_one_process_has_one_rank(tmp_path: Path):
 
 
 def test_devices_of_a_host_go_to_its_ranks_in_order(monkeypatch: pytest.MonkeyPatch):
-    module = type("module", (), {"device_count": staticmethod(lambda: 4)})
+    answers = {"device_count": staticmethod(lambda: 4), "is_available": staticmethod(lambda: True)}
+    module = type("module", (), answers)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert ranks.device_of("cpu", 3) == torch.device("cpu")
     assert [str(ranks.device_of("cuda", rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
