@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from engine.commands import common
-from engine.launch.local import LocalLauncher, Outcome
+from engine.launch.supervisor import Outcome, Supervisor
 from engine.settings import Config
 from replay.progress import RunProgress
 from streams.errors import LogUnavailable
@@ -43,7 +43,7 @@ BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def watch(
-    launcher: LocalLauncher, config: Config, stop: Callable[[], bool], *, plain: bool, title: str = ""
+    launcher: Supervisor, config: Config, stop: Callable[[], bool], *, plain: bool, title: str = ""
 ) -> Outcome:
     """Supervise a run to its end with something to look at; everything is ended when this returns."""
     show = _Plain(config) if plain or not sys.stderr.isatty() else _Terminal(config, title or config.run.name)

@@ -59,6 +59,12 @@ class Process:
             self._popen.wait()
         return self._popen.returncode
 
+    def how_it_ended(self) -> str:
+        return describe_exit(self._popen.returncode or 0)
+
+    def last_words(self) -> str:
+        return last_words(self.log_file)
+
     def terminate(self) -> None:
         """Ask the leader alone; what it started is for it to end in good order."""
         if self._popen.returncode is None:

@@ -1,93 +1,46 @@
-"""The local launcher: one process per daemon on this machine, and the supervisor over them.
-
-    run ──► start all ──► poll, many times a second ─────────────► trainer ended with 0 and the run has finished
-                             │ a daemon died                           └─► the others end by themselves ──► 0
-                             ├─ within max_restarts: start it again after a pause that doubles
-                             ├─ fenced (3): another trainer has the run; end all, name it ──────────────► 3
-                             └─ over it: end all, name the FIRST cause ─────────────────────────────────► 1
-    SIGTERM, SIGINT: end all (SIGTERM, grace, SIGKILL) ─────────────────────────────────────────────────► 130
+"""The local launcher: one process per daemon on this machine, under the supervisor (engine/launch/supervisor.py).
 
 Each daemon leads its own process group, logs to <run.dir>/logs/<role>-<i>.log, and dies with this supervisor, also
-when that is killed. Nothing about the run is kept here: the daemons rebuild all of it from the log.
+when that is killed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import sys
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
 
 from engine.config import Config, without_overrides
-from engine.launch.daemon import DaemonSpec, Process, describe_exit, last_words
-from streams.errors import ConfigError, LogUnavailable
+from engine.launch.daemon import DaemonSpec, Process
+from engine.launch.supervisor import Outcome, Supervisor, finished_at
+
+__all__ = [
+    "THREAD_VARIABLES",
+    "LocalLauncher",
+    "Outcome",
+    "daemons_of",
+    "finished_at",
+    "has_evaluator",
+    "thread_settings",
+]
 
 logger = logging.getLogger(__name__)
 
-POLL = timedelta(milliseconds=100)
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 10.0  # before a restart; doubles with each one in the window
-SETTLED_S = 30.0  # a daemon that has run this long since its last failure has got over it
-LOOK_S = 5.0  # for one look into a log that may not answer; the daemons are not looked after meanwhile
-FINISH_S = 30.0  # what the others have to end by themselves after the trainer
-WRONG_CONFIG = 2  # exit code of a daemon that no restart can help
-FENCED = 3  # exit code of a trainer whose run another trainer has taken over
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-_TWO_TRAINERS = (
-    "a run has one trainer: this supervisor has ended its daemons and leaves the run to the other one. End that one "
-    "(and its supervisor) before going on from here"
-)
 
 
-class Outcome(NamedTuple):
-    """How the run ended: its exit code, and the first cause if it failed."""
-
-    code: int
-    cause: str = ""
-
-
-class Failure(NamedTuple):
-    at: float  # monotonic
-    name: str
-    code: int
-    last_words: str
-
-    def sentence(self, *, with_reason: bool = False) -> str:
-        reason = self.last_words.rpartition("\n")[2] if with_reason and self.code > 0 else ""
-        return f"{self.name} ended: {describe_exit(self.code)}{', ' if reason else ''}{reason}"
-
-
-class _Daemon:
-    """A place in the run that some process fills: the one now running, or the next one."""
-
-    def __init__(self, spec: DaemonSpec) -> None:
-        self.spec = spec
-        self.process: Process | None = None
-        self.start_at = 0.0  # monotonic; when the next process may start
-        self.restarts: list[float] = []  # within the window
-        self.early_ends = 0
-        self.done = False
-
-
-class LocalLauncher:
-    """Starts and supervises the daemons of one run directory.
+class LocalLauncher(Supervisor):
+    """The daemons of one run directory, as processes of this machine.
 
     >>> launcher = LocalLauncher(config, daemons_of(config))           # doctest: +SKIP
     >>> outcome = launcher.run(stop=lambda: False)                     # doctest: +SKIP
 
-    or, to do something else meanwhile: `start()`, `poll()` until it gives an Outcome, `close()` always.
-
     Args:
         command: argument vector for a daemon; default: `millstream serve` of this Python on the run directory.
-        prepare: called before the first daemon starts, with the stop flag; default, for daemons of ours: makes the
-            run's topics on Kafka.
-        finished: whether the log says that the run has finished; default: looked up in the ledger.
+        prepare: as the supervisor's; default, for daemons of ours: makes the run's topics on Kafka.
+        finished: as the supervisor's.
         threads: OMP_NUM_THREADS and its like in the daemons, where the environment does not set them. Tiny models
             are fastest with 1.
     """
@@ -103,213 +56,46 @@ class LocalLauncher:
         threads: int = 1,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self.run_dir = Path(config.run.dir)
-        self._limits = config.supervisor
+        environ = os.environ if environ is None else environ
+        env = thread_settings(threads) | without_overrides(environ)  # what the user has set himself stays
+        place = _ThisMachine(Path(config.run.dir), command, env)
+        super().__init__(
+            config,
+            daemons,
+            place,
+            prepare=prepare or (None if command is None else lambda stop: None),
+            finished=finished,
+        )
+
+
+class _ThisMachine:
+    """Room enough for any number of processes (engine/launch/supervisor.py, Place)."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        command: Callable[[DaemonSpec], Sequence[str]] | None,
+        env: Mapping[str, str],
+    ) -> None:
+        self._run_dir, self._env = run_dir, env
         self._command = command or self._serve
-        self._prepare = prepare or (partial(_make_topics, config) if command is None else lambda stop: None)
-        self._finished = finished or (lambda: finished_at(config, stop=self._stop) is not None)
-        self._stop: Callable[[], bool] = lambda: False
-        self._env = _environment(os.environ if environ is None else environ, threads)
-        self._daemons = [_Daemon(spec) for spec in daemons]
-        self._failures: list[Failure] = []
-        self._trainer_ended: float | None = None
-        self._run_finished = False
-        self._lock: IO[str] | None = None
 
-    # ------------------------------------------------------------------ life
-    def run(self, stop: Callable[[], bool]) -> Outcome:
-        """Supervise until the end, or until `stop()`; nothing is left running either way."""
-        try:
-            if not self.start(stop):
-                return Outcome(130, "interrupted")
-            while True:
-                outcome = self.poll()
-                if outcome is not None:
-                    return outcome
-                if stop():
-                    return Outcome(130, "interrupted")
-                time.sleep(POLL.total_seconds())
-        finally:
-            self.close()
-
-    def start(self, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Take the run directory and start every daemon. Raises ConfigError while another supervisor has it.
-
-        False when `stop()` came while the log was waited for; then nothing was started.
-        """
-        self._stop = stop
-        self._take_lock()
-        try:
-            self._prepare(stop)
-        except LogUnavailable:
-            if not stop():
-                raise
-            return False
-        for daemon in self._daemons:
-            self._start(daemon)
+    def prepare(self, stop: Callable[[], bool]) -> bool:
         return True
 
-    def poll(self) -> Outcome | None:
-        """Look after every daemon once. An Outcome once the run is over; call `close()` then."""
-        for daemon in self._daemons:
-            outcome = self._look_after(daemon)
-            if outcome is not None:
-                return outcome
-        if self._trainer_ended is None:
-            return None
-        running = [daemon.spec.name for daemon in self._daemons if daemon.process is not None]
-        if running and time.monotonic() - self._trainer_ended < FINISH_S:
-            return None
-        if running:
-            logger.warning(
-                "%s did not end by themselves %.0f s after the trainer", ", ".join(running), FINISH_S
-            )
-        return Outcome(0)
+    def start(self, spec: DaemonSpec) -> Process:
+        process = Process(self._command(spec), self._run_dir / "logs" / f"{spec.name}.log", self._env)
+        logger.info("%s started as process %d", spec.name, process.pid)
+        return process
 
     def close(self) -> None:
-        """End what still runs: SIGTERM, the grace time, then SIGKILL. Twice is harmless."""
-        running = [daemon.process for daemon in self._daemons if daemon.process is not None]
-        for process in running:
-            process.terminate()
-        deadline = time.monotonic() + self._limits.stop_grace_s
-        while any(process.exit_code() is None for process in running) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        for process in running:
-            if process.exit_code() is None:
-                logger.warning(
-                    "process %d (%s) is killed: SIGTERM had no effect within %.0f s",
-                    process.pid,
-                    process.log_file.stem,
-                    self._limits.stop_grace_s,
-                )
-                process.kill()
-        for daemon in self._daemons:
-            daemon.process = None
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        pass
 
-    def processes(self) -> dict[str, int]:
-        """Name → process id of what runs now."""
-        return {each.spec.name: each.process.pid for each in self._daemons if each.process is not None}
-
-    # ------------------------------------------------------------------ one daemon
-    def _start(self, daemon: _Daemon) -> None:
-        name = daemon.spec.name
-        daemon.process = Process(self._command(daemon.spec), self.run_dir / "logs" / f"{name}.log", self._env)
-        logger.info("%s started as process %d", name, daemon.process.pid)
-
-    def _look_after(self, daemon: _Daemon) -> Outcome | None:
-        now = time.monotonic()
-        if daemon.process is None:
-            if not daemon.done and self._trainer_ended is None and now >= daemon.start_at:
-                self._start(daemon)
-            return None
-        code = daemon.process.exit_code()
-        if code is None:
-            return None
-        log_file, daemon.process = daemon.process.log_file, None
-        if code == 0 and self._has_finished():
-            daemon.done = True
-            logger.info("%s has finished", daemon.spec.name)
-            if daemon.spec.role == "trainer":
-                self._trainer_ended = now
-            return None
-        if code == 0:
-            self._ended_early(daemon, now)
-            return None
-        if self._trainer_ended is not None:
-            daemon.done = True  # the run is whole; how a helper of it went down changes nothing
-            logger.warning("%s ended (%s) after the run had finished", daemon.spec.name, describe_exit(code))
-            return None
-        if code == FENCED and self._has_finished():
-            daemon.done, self._trainer_ended = True, now
-            logger.warning("%s: another trainer has finished the run", daemon.spec.name)
-            return None
-        return self._failed(daemon, Failure(now, daemon.spec.name, code, last_words(log_file)))
-
-    def _has_finished(self) -> bool:
-        """Asked only when a daemon has ended: it reads the ledger. Once true, true for ever."""
-        self._run_finished = self._run_finished or self._finished()
-        return self._run_finished
-
-    def _ended_early(self, daemon: _Daemon, now: float) -> None:
-        """It ended well but too soon (someone sent it SIGTERM): a place of the run must not stay empty."""
-        pause = min(FIRST_PAUSE_S * 2**daemon.early_ends, LONGEST_PAUSE_S)
-        daemon.early_ends += 1
-        daemon.start_at = now + pause
-        logger.warning(
-            "%s ended before the run has finished; starting it again in %.1f s", daemon.spec.name, pause
-        )
-
-    def _failed(self, daemon: _Daemon, failure: Failure) -> Outcome | None:
-        self._failures = [*self._open_failures(failure.at), failure]
-        window = failure.at - self._limits.window_s
-        daemon.restarts = [at for at in daemon.restarts if at > window]
-        if failure.code == WRONG_CONFIG:
-            return Outcome(WRONG_CONFIG, self._cause([failure]))
-        if failure.code == FENCED:  # starting it again would take the run back, and so on in turns
-            return Outcome(FENCED, f"{self._cause([failure])}\n{_TWO_TRAINERS}")
-        if len(daemon.restarts) >= self._limits.max_restarts:
-            return Outcome(1, self._cause(self._failures))
-        pause = min(FIRST_PAUSE_S * 2 ** len(daemon.restarts), LONGEST_PAUSE_S)
-        daemon.restarts.append(failure.at)
-        daemon.start_at = failure.at + pause
-        logger.warning(
-            "%s; starting it again in %.1f s, restart %d of at most %d in %.0f s (%s)",
-            failure.sentence(with_reason=True),
-            pause,
-            len(daemon.restarts),
-            self._limits.max_restarts,
-            self._limits.window_s,
-            self.run_dir / "logs" / f"{failure.name}.log",
-        )
-        return None
-
-    def _open_failures(self, now: float) -> list[Failure]:
-        """Failures of the window, less those that their daemon has got over since."""
-        settled = {
-            daemon.spec.name
-            for daemon in self._daemons
-            if daemon.process is not None and now - daemon.process.started > SETTLED_S
-        }
-        return [
-            failure
-            for failure in self._failures
-            if failure.at > now - self._limits.window_s and failure.name not in settled
-        ]
-
-    def _cause(self, failures: Sequence[Failure]) -> str:
-        """The first failure that nobody got over; the later ones, which may be its symptoms, in one line each."""
-        first, later = failures[0], failures[1:]
-        lines = [f"{first.sentence()}: {self.run_dir / 'logs' / f'{first.name}.log'}", first.last_words]
-        if later:
-            counts = Counter(failure.sentence() for failure in later)
-            lines.append("after it: " + "; ".join(f"{each} ({times}×)" for each, times in counts.items()))
-        return "\n".join(line for line in lines if line)
-
-    # ------------------------------------------------------------------ surroundings
     def _serve(self, spec: DaemonSpec) -> list[str]:
         return [
-            *(sys.executable, "-m", "engine.cli", "serve", spec.role, str(self.run_dir)),
+            *(sys.executable, "-m", "engine.cli", "serve", spec.role, str(self._run_dir)),
             *("--replica", f"{spec.replica}/{spec.replicas}", "--with-parent", str(os.getpid())),
         ]
-
-    def _take_lock(self) -> None:
-        """One supervisor per run directory: two would start every daemon twice and fence each other's trainer."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (self.run_dir / "supervisor.lock").open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            lock.close()
-            raise ConfigError(f"{self.run_dir} is already being run by process {holder}") from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        self._lock = lock
 
 
 def daemons_of(config: Config) -> list[DaemonSpec]:
@@ -331,38 +117,7 @@ def has_evaluator(config: Config) -> bool:
     return bool(config.eval.path)
 
 
-def _environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The daemons' environment. What the user has set himself stays."""
+def thread_settings(threads: int) -> dict[str, str]:
+    """What every daemon's environment starts from."""
     env = {name: str(threads) for name in THREAD_VARIABLES}
-    env |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
-    return env | without_overrides(environ)
-
-
-def _make_topics(config: Config, stop: Callable[[], bool]) -> None:
-    """On the embedded log each daemon does it; on Kafka it is an act of its own, which daemons only check."""
-    if config.log.url.startswith("kafka:"):
-        from engine.roles import create_topics
-
-        create_topics(config, stop)
-
-
-def finished_at(config: Config, *, stop: Callable[[], bool] = lambda: False) -> int | None:
-    """The last step of a run whose ledger has a valid RunFinished; None while it goes on or has not begun, and where
-    the log does not answer, which is said."""
-    from consumers.ledger import Ledger
-    from engine.commands import common
-
-    if not common.has_log(config):
-        return None
-    give_up = time.monotonic() + LOOK_S
-    reading = common.open_for_reading(config, interrupted=lambda: stop() or time.monotonic() > give_up)
-    with reading as log:
-        try:
-            if not log.partitions(common.topics_of(config).name("ledger")):
-                return None
-            ledger = Ledger(log, common.topics_of(config))
-            ledger.catch_up()
-        except LogUnavailable as error:
-            logger.warning("whether the run has finished cannot be told, so it counts as going on: %s", error)
-            return None
-        return None if ledger.finished is None else ledger.finished.step
+    return env | {"TOKENIZERS_PARALLELISM": "false", "PYTHONFAULTHANDLER": "1"}
