@@ -15,6 +15,7 @@ import msgspec
 from engine import devices
 from engine.config_effects import WITHOUT_ADVANTAGES, find_without_effect
 from engine.config_fields import get, marked
+from engine.config_placement import find_placement_problems
 from engine.config_problems import Problem
 from engine.config_secrets import REDACTED, is_reference, looks_secret
 from engine.settings import Config, open_groups_cap, samples_per_step
@@ -41,6 +42,7 @@ def find_problems(config: Config) -> Iterator[Problem]:
     yield from _ranks(config)
     yield from _megatron(config)
     yield from find_without_effect(config)
+    yield from find_placement_problems(config)
 
 
 def _required(config: Config) -> Iterator[Problem]:

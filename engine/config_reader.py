@@ -32,6 +32,8 @@ NOT_SETTINGS = frozenset(
         "MILLSTREAM_REQUIRE_KAFKA",
         "MILLSTREAM_SGLANG_PYTHON",
         "MILLSTREAM_REQUIRE_SGLANG",
+        "MILLSTREAM_REQUIRE_RAY",
+        "MILLSTREAM_GIVEN_DEVICES",  # engine/devices/visible.py
     }
 )
 TYPES_IN_WORDS = {

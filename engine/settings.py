@@ -985,6 +985,69 @@ class SupervisorConfig(Section, frozen=True):
     ] = 10.0
 
 
+class PlacementConfig(Section, frozen=True):
+    """Where the daemons run with `millstream run --launcher ray` (docs/cluster.md); names as in Miles and Slime.
+
+    GPU stands for what Ray counts under that name: devices of the kind of `model.device`, CUDA or MUSA.
+    """
+
+    colocate: Annotated[
+        bool,
+        doc(
+            "Engines on the very GPUs of the trainer, instead of GPUs of their own. Both models must fit together: "
+            "nothing is offloaded."
+        ),
+    ] = False
+    actor_num_nodes: Annotated[
+        int,
+        doc(
+            "Nodes that the trainer's ranks are dealt to. With more than one, each rank is a process of its own, and "
+            "all of them are started again together.",
+            unit="nodes",
+            ge=1,
+        ),
+    ] = 1
+    actor_num_gpus_per_node: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        doc(
+            'GPUs of the trainer on each of them; unset: one for each rank, and none with `model.device = "cpu"`.',
+            unit="GPUs",
+        ),
+    ] = None
+    rollout_num_gpus: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        doc(
+            "GPUs of all engines together; unset: `rollout.replicas` × `rollout_num_gpus_per_engine`, and none with "
+            '`model.device = "cpu"`.',
+            unit="GPUs",
+        ),
+    ] = None
+    rollout_num_gpus_per_engine: Annotated[
+        int, doc("GPUs of one engine, all on one node.", unit="GPUs", ge=1)
+    ] = 1
+    num_cpus: Annotated[
+        float, doc("CPUs, as Ray counts them, that are reserved for each daemon.", unit="CPUs", ge=0)
+    ] = 1.0
+    start_timeout_s: Annotated[
+        float,
+        doc(
+            "Time for everything that is reserved to be free, and for a node to begin a daemon; then the run fails, "
+            "and says what was needed and what there was.",
+            unit="s",
+            gt=0,
+        ),
+    ] = 120.0
+    unattended_s: Annotated[
+        float,
+        doc(
+            "Time that daemons go on after their supervisor was lost; within it, `millstream run` on the same run "
+            "attaches to them; after it they end, and give back what was reserved.",
+            unit="s",
+            gt=0,
+        ),
+    ] = 600.0
+
+
 class EvalConfig(Section, frozen=True):
     """Measuring the policy on held-out prompts, beside the run (daemon `evaluator`)."""
 
@@ -1016,6 +1079,7 @@ class Config(Section, frozen=True):
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     supervisor: SupervisorConfig = SupervisorConfig()
+    placement: PlacementConfig = PlacementConfig()
     eval: EvalConfig = EvalConfig()
 
 

@@ -12,6 +12,10 @@ from engine.commands import common
 from streams.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.launch.daemon import DaemonSpec
+    from engine.launch.supervisor import Supervisor
     from engine.settings import Config
 
 NAME = "demo"
@@ -146,9 +150,14 @@ def _kafka_url(run_dir: Path, servers: str) -> str:
     return kafka_url(run_dir, node.address)
 
 
-def run_and_report(config: Config, *, plain: bool, title: str, threads: int = 1) -> int:
-    """Run all daemons with a view, then write and show what came of it, also after an interruption."""
-    from engine.launch.local import LocalLauncher, daemons_of, finished_at
+def run_and_report(
+    config: Config, *, plain: bool, title: str, threads: int = 1, ray_address: str | None = None
+) -> int:
+    """Run all daemons with a view, then write and show what came of it, also after an interruption.
+
+    `ray_address`: the Ray cluster to run on; None: this machine.
+    """
+    from engine.launch.local import daemons_of, finished_at
     from engine.report import write_report
     from engine.roles import create_topics
     from engine.view import watch
@@ -161,7 +170,7 @@ def run_and_report(config: Config, *, plain: bool, title: str, threads: int = 1)
             "the run is finished already, at step %d; it takes no more steps, whatever run.steps says",
             finished,
         )
-    launcher = LocalLauncher(config, daemons_of(config), threads=threads)
+    launcher = make_launcher(config, daemons_of(config), threads=threads, ray_address=ray_address)
     outcome = watch(launcher, config, stop.is_set, plain=plain, title=title)
     if outcome.code == 130:
         logger.warning("interrupted; all daemons have ended. To go on: millstream run %s", config.run.dir)
@@ -169,3 +178,15 @@ def run_and_report(config: Config, *, plain: bool, title: str, threads: int = 1)
         logger.error("the run failed: %s", outcome.cause)
     sys.stdout.write(write_report(config, title))
     return outcome.code
+
+
+def make_launcher(
+    config: Config, daemons: Sequence[DaemonSpec], *, threads: int, ray_address: str | None
+) -> Supervisor:
+    if ray_address is None:
+        from engine.launch.local import LocalLauncher
+
+        return LocalLauncher(config, daemons, threads=threads)
+    from engine.launch.on_ray.launcher import RayLauncher
+
+    return RayLauncher(config, daemons, threads=threads, address=ray_address)

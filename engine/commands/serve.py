@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from engine.commands import common
@@ -60,6 +61,9 @@ def execute(args: argparse.Namespace) -> int:
         from engine.launch.child import die_with_parent
 
         die_with_parent(args.with_parent)
+    from engine.devices import visible
+
+    visible.check(os.environ)  # before torch
     config = common.load(args)
     common.setup_logging(config.run.log_level)
 

@@ -11,6 +11,7 @@ import time
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
+LAST_RESORT_S = 30.0  # from that signal to SIGKILL
 
 
 def die_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
@@ -20,13 +21,18 @@ def die_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    else:
-        threading.Thread(target=_watch, args=(parent, number), daemon=True).start()
+    threading.Thread(target=_watch, args=(parent, number), daemon=True).start()
     if os.getppid() != parent:  # it had ended before the kernel knew of our wish
         os.kill(os.getpid(), number)
 
 
 def _watch(parent: int, number: int) -> None:
+    """Also after the kernel's signal: a daemon that hangs must not go on beside the one that was started for it."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    os.kill(os.getpid(), number)
+    if sys.platform != "linux":
+        os.kill(os.getpid(), number)
+    time.sleep(LAST_RESORT_S)
+    if os.getpgrp() == os.getpid():  # what it has started goes too
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
