@@ -19,3 +19,9 @@ def test_files_that_may_need_an_sglang_server_are_all_one_workers() -> None:
     names = ("tests/engine/sglang/test_client.py", "tests/engine/sglang/test_engine.py")
     names += ("tests/end_to_end/test_sglang_run.py",)
     assert len({scope_of(f"{name}::test_x") for name in names}) == 1
+
+
+def test_files_that_share_a_ray_cluster_are_all_one_workers() -> None:
+    names = ("tests/launch/ray/test_ray_launcher.py", "tests/launch/ray/test_ray_runs.py")
+    assert len({scope_of(f"{name}::test_x") for name in names}) == 1
+    assert scope_of("tests/launch/test_placement.py::test_x") == "tests/launch/test_placement.py"

@@ -208,11 +208,9 @@ class Supervisor:
             time.sleep(0.02)
         for name, each in running.items():
             if each.exit_code() is None:
+                which = f"process {each.pid} ({name})" if each.pid else name
                 logger.warning(
-                    "process %d (%s) is killed: SIGTERM had no effect within %.0f s",
-                    each.pid,
-                    name,
-                    self._limits.stop_grace_s,
+                    "%s is killed: SIGTERM had no effect within %.0f s", which, self._limits.stop_grace_s
                 )
                 each.kill()
         for daemon in self._daemons:

@@ -1,7 +1,8 @@
 """How tests are shared out among the workers of pytest-xdist (`pytest -n 2 --dist loadfile`).
 
 A file is one worker's, so that what its tests share is made once. Files that may need a real SGLang server, by their
-path, are together one worker's: a server costs 2 GB and half a minute, and two of them more than a machine has.
+path, are together one worker's: a server costs 2 GB and half a minute, and two of them more than a machine has. So are
+those of tests/launch/ray, which share a Ray cluster.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from xdist.scheduler import LoadFileScheduling
 
 SGLANG = "sglang"
+RAY = "/launch/ray/"
 
 
 class OneServer(LoadFileScheduling):
@@ -24,4 +26,4 @@ def scope_of(nodeid: str) -> str:
     ('sglang', 'sglang')
     """
     file = nodeid.partition("::")[0]
-    return SGLANG if SGLANG in file else file
+    return next((costly for costly in (SGLANG, RAY) if costly in file), file)

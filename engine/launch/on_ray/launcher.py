@@ -344,8 +344,9 @@ class RayCluster:
         if about is not None and not cluster.is_alive(self._ray, about.node):
             return f"its node {about.hostname} ({about.ip}) was lost"
         if not host.has_answered:
-            lacking = shortage(self._plan, cluster.nodes(self._ray))
-            return "; ".join(part for part in (error, lacking) if part) or "its bundle is not placed yet"
+            bundle = next(each for each in self._plan.bundles if each.name == host.name)
+            lacking = shortage(Plan(self._plan.kind, (bundle,)), cluster.nodes(self._ray))
+            return "; ".join(part for part in (error, lacking) if part) or "its actor is being started"
         return f"its host actor has died: {_first_lines(error)}"
 
     def _give_back(self) -> None:
