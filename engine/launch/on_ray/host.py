@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import signal
 import socket
 import sys
 import threading
@@ -58,6 +59,13 @@ class Begun(NamedTuple):
     problem: str = ""
 
 
+class Predecessor(NamedTuple):
+    """A daemon whose host was lost. On this machine it may live for some seconds more."""
+
+    machine: str
+    pid: int
+
+
 class Seen(NamedTuple):
     pid: int
     code: int | None
@@ -87,6 +95,7 @@ class Host:
         """`shared`: a file that the driver has just written into the run directory, with this content; "": none."""
         import ray
 
+        self._looked = time.monotonic()
         context: Any = ray.get_runtime_context()
         return About(
             job=self._job,
@@ -107,27 +116,46 @@ class Host:
         return self._bundle
 
     def begin(
-        self, name: str, arguments: Sequence[str], given: Mapping[str, str], devices: slice, log_file: str
+        self,
+        name: str,
+        arguments: Sequence[str],
+        given: Mapping[str, str],
+        devices: slice,
+        log_file: str,
+        predecessor: Predecessor | None = None,
     ) -> Begun:
-        """Start `python <arguments> --with-parent <this process>`, unless it runs already."""
+        """Start `python <arguments> --with-parent <this process>`, unless it runs already.
+
+        `predecessor`: whose place it takes. Where that one can be reached it is killed first, so that it does not go
+        on beside this one.
+        """
         self._looked = time.monotonic()
         running = self._processes.get(name)
         if running is not None and running.exit_code() is None:
             return Begun(running.pid, max(time.monotonic() - running.started, 1e-3))
+        problem = self._problem or self._find_problem(name, devices, Path(log_file).parent.parent)
+        if problem:
+            return Begun(0, 0.0, problem)
+        if predecessor is not None and predecessor.machine == _machine():
+            _kill(predecessor.pid, arguments)
         env = environment.on_node(os.environ, given)
         if self._kind != "cpu":
-            ids = self._devices[devices]
-            if len(ids) != devices.stop - devices.start:
-                return Begun(
-                    0,
-                    0.0,
-                    f"{name} needs GPUs {devices.start} to {devices.stop - 1} of its bundle, which "
-                    f"has {len(self._devices)}",
-                )
-            env |= visible.variables_for(self._kind, ids)
+            env |= visible.variables_for(self._kind, self._devices[devices])
         command = [sys.executable, *arguments, "--with-parent", str(os.getpid())]
         self._processes[name] = process = Process(command, Path(log_file), env)
         return Begun(process.pid, 0.0)
+
+    def _find_problem(self, name: str, devices: slice, run_dir: Path) -> str:
+        if not run_dir.is_dir():
+            return (
+                f'run.dir = "{run_dir}" is not there on {socket.gethostname()}: it must be a folder that all nodes '
+                "share under the same path"
+            )
+        if self._kind != "cpu" and devices.stop > len(self._devices):
+            return (
+                f"{name} needs {devices.stop} GPUs of its bundle, and its host was given {len(self._devices)}"
+            )
+        return ""
 
     def look(self) -> dict[str, Seen]:
         self._looked = time.monotonic()
@@ -184,6 +212,16 @@ def _assigned(kind: str) -> list[str]:
         return []
     ids = [str(each) for each in ray.get_gpu_ids()]
     return visible.ids_on_node(kind, ids, os.environ)
+
+
+def _kill(pid: int, arguments: Sequence[str]) -> None:
+    """A daemon that was started with these arguments, and what it has started; another process is left alone."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+        if words[1 : 1 + len(arguments)] == list(arguments):
+            os.killpg(pid, signal.SIGKILL)
+    except OSError:  # it has ended
+        pass
 
 
 def _give_back(group: str) -> None:

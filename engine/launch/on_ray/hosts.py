@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.launch.daemon import last_words
-from engine.launch.on_ray.host import About, Begun, Seen
+from engine.launch.on_ray.host import About, Begun, Predecessor, Seen
 from engine.launch.on_ray.placement import Member
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,8 @@ class HostHandle:
     """One host actor. `refresh` often; then `seen` is what its processes are, and `lost` why there are none.
 
     Args:
-        where: how to say in words why it does not begin, or where it was: asked when it is lost.
+        why_lost: says in words why it does not begin, or where it was, given what Ray said.
+        refuse: why daemons of this run must not be on this host's node; "": they may.
     """
 
     def __init__(
@@ -40,13 +41,15 @@ class HostHandle:
         *,
         start_timeout_s: float,
         why_lost: Callable[[HostHandle, str], str],
+        refuse: Callable[[About], str],
     ) -> None:
         self.actor, self.name = actor, name
         self.seen: dict[str, Seen] = {}
         self.about: About | None = None
         self.lost = ""
         self.has_answered = False
-        self._ray, self._why_lost = ray, why_lost
+        self._ray, self._why_lost, self._refuse = ray, why_lost, refuse
+        self._told: Any = actor.about.remote("", "")
         self._start_timeout_s = start_timeout_s
         self._look: Any = None
         self._asked_at = time.monotonic()
@@ -59,6 +62,8 @@ class HostHandle:
         now = time.monotonic()
         if self.lost:
             return
+        if self.about is None and self.is_ready(self._told):
+            self._take_about()
         if self._look is None:
             if now - self._asked_at >= LOOK_EVERY_S or not self.has_answered:
                 self._look, self._asked_at = self.actor.look.remote(), now
@@ -75,6 +80,15 @@ class HostHandle:
             self.lose(str(error))
         else:
             self.has_answered, self._answered_at = True, now
+
+    def _take_about(self) -> None:
+        try:
+            self.about = about = self._ray.get(self._told)
+        except self._ray.exceptions.RayError:  # the next look says why
+            return
+        if refused := self._refuse(about):
+            self.lost = refused
+            self.end()
 
     def is_ready(self, reference: Any) -> bool:
         return bool(self._ray.wait([reference], timeout=0)[0])
@@ -123,6 +137,7 @@ class RayDaemon:
         arguments: Sequence[str],
         given: Mapping[str, str],
         log_file: Path,
+        predecessor: Predecessor | None = None,
     ) -> None:
         self.started = time.monotonic()
         self.pid = 0
@@ -130,7 +145,7 @@ class RayDaemon:
         self._code: int | None = None
         self._how = ""
         self._begin = host.actor.begin.remote(
-            self.name, list(arguments), dict(given), member.devices, str(log_file)
+            self.name, list(arguments), dict(given), member.devices, str(log_file), predecessor
         )
 
     def exit_code(self) -> int | None:
@@ -143,6 +158,12 @@ class RayDaemon:
             else:
                 self._take_seen()
         return self._code
+
+    def left_behind(self) -> Predecessor | None:
+        """What may still run of it, because nobody saw it end: its host is gone."""
+        if not self.host.lost or not self.pid or self.host.about is None:
+            return None
+        return Predecessor(self.host.about.machine, self.pid)
 
     def how_it_ended(self) -> str:
         return self._how

@@ -99,6 +99,8 @@ class RayCluster:
         self._connected_here = False
         self._group: Any = None
         self._hosts: dict[int, HostHandle] = {}  # by the index of their bundle
+        self._newest: dict[str, RayDaemon] = {}  # by the name of their process
+        self._machine = ""  # the only one that daemons may be on, with an embedded log
 
     # ---------------------------------------------------------------- room
     def prepare(self, stop: Callable[[], bool]) -> bool:
@@ -139,7 +141,16 @@ class RayCluster:
         name = member.spec.name if not member.rank else member.name  # rank 0's log is that of the daemon
         log_file = self._run_dir / "logs" / f"{name}.log"
         arguments = self._command(member.spec)
-        return RayDaemon(self._host(at), member, arguments, {**self._given, **more}, log_file)
+        before = self._newest.get(member.name)
+        self._newest[member.name] = daemon = RayDaemon(
+            self._host(at),
+            member,
+            arguments,
+            {**self._given, **more},
+            log_file,
+            None if before is None else before.left_behind(),
+        )
+        return daemon
 
     # ---------------------------------------------------------------- a job that is there already
     def _attach(self) -> bool:
@@ -159,6 +170,7 @@ class RayCluster:
             for at, (actor, about) in found.items():
                 self._hosts[at] = self._handle(at, actor)
                 self._hosts[at].about = about
+            self._check_all([about for _, about in found.values()])
             return True
         logger.warning(
             "a job of this run is on the cluster with other settings, or not whole: ending it, to go on from its log"
@@ -253,6 +265,10 @@ class RayCluster:
                         f"no answer from the hosts of {names} within "
                         f"{self._config.placement.start_timeout_s:g} s (placement.start_timeout_s)"
                     )
+                for host in self._hosts.values():
+                    host.refresh()
+                    if host.lost:
+                        raise PlacementFailed(f"{host.name}: {host.lost}")
                 time.sleep(0.02)
             for at, ref in asked.items():
                 self._hosts[at].about = self._answer(at, ref)
@@ -273,25 +289,31 @@ class RayCluster:
     def _check_all(self, found: Sequence[About]) -> None:
         """What must be the same, or shared, on all nodes. Raises ConfigError."""
         for about in found:
-            where = f"{about.hostname} ({about.ip})"
             if about.problem:
-                raise ConfigError(f"{where}: {about.problem}")
-            if about.version != version():
-                raise ConfigError(
-                    f"{where} has Millstream {about.version}, this machine {version()}: install the same on all nodes"
-                )
+                raise ConfigError(f"{about.hostname} ({about.ip}): {about.problem}")
             if not about.sees_run_dir:
                 raise ConfigError(
-                    f'run.dir = "{self._run_dir}": {where} does not see what this machine writes there; weights, '
-                    "checkpoints and claims lie in it, so it must be a folder that all nodes share under the same path"
+                    f'run.dir = "{self._run_dir}": {about.hostname} ({about.ip}) does not see what this machine writes '
+                    "there; weights, checkpoints and claims lie in it, so it must be a folder that all nodes share "
+                    "under the same path"
                 )
-        machines = {about.machine: about for about in found}
-        if len(machines) > 1 and self._config.log.url.startswith("file:"):
-            names = ", ".join(sorted(about.hostname for about in machines.values()))
-            raise ConfigError(
-                f"log.url = {self._config.log.url!r} is an embedded log, which the processes of one machine share, and "
-                f"the daemons are on {len(machines)} ({names}); set log.url = kafka://host:port"
-            )
+            if refused := self._refuse(about):
+                raise ConfigError(refused)
+
+    def _refuse(self, about: About) -> str:
+        """Also of a node that a bundle is moved to, while the run goes on."""
+        where = f"{about.hostname} ({about.ip})"
+        if about.version != version():
+            return f"{where} has Millstream {about.version}, this one is {version()}: install the same on all nodes"
+        if not self._config.log.url.startswith("file:"):
+            return ""
+        self._machine = self._machine or about.machine
+        if about.machine == self._machine:
+            return ""
+        return (
+            f"log.url = {self._config.log.url!r} is an embedded log, which the processes of one machine share, and "
+            f"{where} is not the machine of the others; set log.url = kafka://host:port"
+        )
 
     # ---------------------------------------------------------------- hosts
     def _host(self, at: int) -> HostHandle:
@@ -336,6 +358,7 @@ class RayCluster:
             self._plan.bundles[at].name,
             start_timeout_s=self._config.placement.start_timeout_s,
             why_lost=self._why_lost,
+            refuse=self._refuse,
         )
 
     def _why_lost(self, host: HostHandle, error: str) -> str:

@@ -29,6 +29,8 @@ DAEMON = """
 import json, os, pathlib, signal, sys, time
 name, behaviour, folder, parent = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3]), int(sys.argv[-1])
 from engine.launch.child import die_with_parent
+if "RANK" in os.environ:
+    name += ".rank" + os.environ["RANK"]
 
 def ended(*_):
     (folder / f"{name}.stopped").touch()
@@ -42,6 +44,13 @@ if behaviour == "crash":
     raise RuntimeError(f"{name} has no data")
 if behaviour == "wrong config":
     sys.exit(2)
+if behaviour == "rank 1 is killed, once" and first and name.endswith("rank1"):
+    os.kill(os.getpid(), signal.SIGKILL)
+if behaviour == "rank 1 is killed, once" and first:  # as a rank 0 that has lost a follower
+    while not list(folder.glob("trainer-0.rank1.up.*")):
+        time.sleep(0.02)
+    print("rank 1 is lost", flush=True)
+    sys.exit(1)
 if behaviour == "finish":
     (folder / "finished").touch()
     sys.exit(0)
@@ -278,6 +287,43 @@ def test_a_job_with_other_settings_is_ended_and_started_anew(nodes: Nodes, folde
         until(lambda: again.poll() is None and len(environments(folder, "trainer-0")) == 2, "the new one")
     finally:
         again.close()
+
+
+def test_ranks_over_several_bundles_begin_and_end_together_and_the_first_to_fail_is_named(
+    nodes: Nodes, folder: Path
+):
+    launcher = launcher_of(
+        folder,
+        {"trainer": "rank 1 is killed, once"},
+        trainer={"backend": "fsdp2", "n_ranks": 2},
+        model={"path": "model"},
+        rollout={"backend": "torch"},
+        placement={"actor_num_nodes": 2},
+    )
+    launcher.start()
+    try:
+        until(
+            lambda: (
+                launcher.poll() is None
+                and len(environments(folder, "trainer-0.rank0"))
+                == len(environments(folder, "trainer-0.rank1"))
+                == 2
+            ),
+            "both once more",
+        )
+        (folder / "finished").touch()
+        until(lambda: launcher.poll() == Outcome(0), "the end of the run")
+    finally:
+        launcher.close()
+    assert [failure.sentence() for failure in launcher._failures] == [
+        "trainer-0 ended: rank 1: killed by SIGKILL"
+    ], "one failure, and the cause is not that of rank 0, which followed"
+    first, second = (environments(folder, f"trainer-0.rank{rank}")[0] for rank in range(2))
+    assert (first["RANK"], second["RANK"], second["WORLD_SIZE"]) == ("0", "1", "2")
+    assert {name.name for name in (folder / "run" / "logs").iterdir()} == {
+        "trainer-0.log",
+        "trainer-0.rank1.log",
+    }
 
 
 def test_the_environment_of_a_daemon_is_the_nodes_own_and_what_the_list_names(nodes: Nodes, folder: Path):

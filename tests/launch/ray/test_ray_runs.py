@@ -196,3 +196,36 @@ def test_the_demo_learns_on_a_cluster(nodes: Nodes, tmp_path: Path, monkeypatch:
     assert outcome.code == 0, outcome.cause
     view = audited(config)
     assert view.finished is not None and view.finished.step == 6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_trainer_with_ranks_on_two_nodes_is_started_again_as_a_whole(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("torch")
+    from engine.demo import demo_config, prepare
+    from engine.tasks import get_task
+
+    monkeypatch.setitem(globals(), "DEADLINE_S", 800.0)
+    task = get_task("reverse")
+    overrides = ["trainer.backend=fsdp2", "trainer.n_ranks=2", "placement.actor_num_nodes=2"]
+    config = demo_config(task, tmp_path / "run", max_steps=6, overrides=overrides)
+    rundir.make_run_dir(Path(config.run.dir))
+    prepare(config, task)
+    rundir.adopt(config)
+    launcher = RayLauncher(config, daemons_of(config))
+    killed: list[int] = []
+
+    def kill(elapsed: float) -> None:
+        if not killed and newest_version(config) >= 2:
+            words = f"engine.cli\0serve\0trainer\0{config.run.dir}"
+            killed.extend(pid for pid in children_of(words) if pid != launcher.processes()["trainer-0"])
+            os.kill(killed[0], signal.SIGKILL)
+
+    outcome = watch(launcher, kill)
+    assert outcome.code == 0, outcome.cause
+    assert len(killed) == 1, "one follower, on a bundle of its own"
+    view = audited(config)
+    assert view.finished is not None and view.finished.step == 6
+    assert len(view.epochs) == 2
