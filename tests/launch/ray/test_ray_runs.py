@@ -35,7 +35,7 @@ def configuration(folder: Path, steps: int, log_url: str = "", **changes: dict[s
         "run": {"steps": steps, "name": folder.name[:40].strip("._-")},
         "rollout": {"replicas": 1, "options": {"policy": "coin", "heads": "yes", "tails": "no"}},
         "reward": {"replicas": 1, "workers": 0},
-        "placement": {"start_timeout_s": 90, "num_cpus": 1},
+        "placement": {"start_timeout_s": 240, "num_cpus": 1},
         "supervisor": {"max_restarts": 10},
     }
     for section, values in changes.items():
@@ -94,7 +94,7 @@ def until(condition: Callable[[], object], what: str) -> None:
 def test_a_run_goes_on_when_one_of_its_nodes_is_lost(nodes: Nodes, tmp_path: Path):
     node = nodes.add(num_cpus=4, resources={"other": 1})
     # too large for what is left of the first node: some daemons must be on the second
-    config = configuration(tmp_path, 60, placement={"start_timeout_s": 90, "num_cpus": 2})
+    config = configuration(tmp_path, 60, placement={"num_cpus": 2})
     launcher = RayLauncher(config, daemons_of(config))
     lost: list[str] = []
 
