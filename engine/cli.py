@@ -21,6 +21,7 @@ from engine.commands import (
     broker,
     config,
     demo,
+    doctor,
     export,
     import_,
     replay,
@@ -32,6 +33,7 @@ from engine.commands import (
     topics,
     verify,
     weights,
+    why,
 )
 from streams.errors import ConfigError, MillstreamError
 
@@ -49,6 +51,8 @@ COMMANDS = (
     import_,
     weights,
     config,
+    doctor,
+    why,
     broker,
 )
 

@@ -1,0 +1,86 @@
+"""The nodes of a Ray cluster, each by an actor that does the same few operations. Imports ray inside functions alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from engine.doctor.operations import Operations, Refused, folders_of
+from engine.doctor.peers import Node, NoPeer
+from engine.doctor.result import Request
+
+_START_S = 60.0
+_ASK_S = 30.0
+
+
+class Actor:
+    """Runs on one node."""
+
+    def __init__(self, folders: dict[str, str]) -> None:
+        self._operations = Operations(folders)
+
+    def ask(self, operation: str, arguments: dict[str, Any]) -> Any:
+        try:
+            return self._operations.ask(operation, **arguments)
+        except OSError as error:
+            raise Refused(f"{error.strerror or error} ({error.filename or 'socket'})") from None
+
+
+@contextmanager
+def cluster(request: Request) -> Iterator[Any]:
+    """Ray, connected. Raises NoPeer."""
+    try:
+        import ray
+    except ImportError:
+        raise NoPeer("ray is not installed here (pip install 'millstream[ray]')") from None
+    environ = {"PYTHONPATH": os.environ["PYTHONPATH"]} if os.environ.get("PYTHONPATH") else {}
+    try:
+        ray.init(
+            address=request.address,
+            logging_level="ERROR",
+            log_to_driver=False,
+            runtime_env={"env_vars": environ},
+        )
+    except Exception as error:  # ray raises many kinds, ConnectionError and RuntimeError among them
+        raise NoPeer(f"Ray at {request.address}: {error}") from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def ray_nodes(request: Request) -> Iterator[list[Node]]:
+    """One actor on each node that is alive; that of this process first, if it is one of them."""
+    with cluster(request) as ray:
+        alive = [node for node in ray.nodes() if node["Alive"]]
+        mine = ray.get_runtime_context().get_node_id()
+        alive.sort(key=lambda node: node["NodeID"] != mine)
+        folders = folders_of(request.config.run.dir, request.config.model.path)
+        yield [_node(ray, node, folders) for node in alive]
+
+
+def on_node(ray: Any, node: dict[str, Any]) -> Any:
+    """The scheduling strategy for exactly that node."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+
+
+def _node(ray: Any, node: dict[str, Any], folders: dict[str, str]) -> Node:
+    name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, {node['NodeID'][:6]})"
+    actor = ray.remote(Actor).options(num_cpus=0, scheduling_strategy=on_node(ray, node)).remote(folders)
+
+    def ask(operation: str, **arguments: Any) -> Any:
+        try:
+            return ray.get(actor.ask.remote(operation, arguments), timeout=_ASK_S)
+        except ray.exceptions.GetTimeoutError:
+            raise NoPeer(f"{name}: {operation}: no answer within {_ASK_S:g} s") from None
+        except ray.exceptions.RayTaskError as error:
+            raise NoPeer(f"{name}: {operation}: {error.cause}") from None
+        except ray.exceptions.RayError as error:
+            raise NoPeer(f"{name}: {operation}: {error}") from None
+
+    return Node(name, node["NodeManagerAddress"], ask)
