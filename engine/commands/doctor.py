@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 NAME = "doctor"
 HELP = "try out what this machine, its accelerator, log and network can do"
-DESCRIPTION = """Probe the accelerator, the collective library, SGLang, Megatron and its patch, the weight sync, the log,
-the network and the model, each in a process of its own with a deadline, and say of each: pass, warn,
+DESCRIPTION = """Probe the accelerator, the collective library, SGLang, Megatron and its patch, the weight
+sync, the log, the network and the model, each in a process of its own with a deadline, and say of each: pass, warn,
 fail or skip, what was seen, and what to do. With CONFIG (a TOML file or a run directory) what that
 configuration needs is probed; without, this machine. Nothing is written to a run's topics; a probe
 that writes a file removes it. Exit code 1 if a probe failed.

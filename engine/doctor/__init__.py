@@ -1,4 +1,4 @@
-"""`millstream doctor`: what this machine, its accelerator, its log and its network can do, tried out rather than guessed.
+"""`millstream doctor`: what this machine, its accelerator, log and network can do, tried out rather than guessed.
 
     command ──► runner ──► one process a probe (child.py), with a deadline ──► Result ──► text, JSON, Markdown
 

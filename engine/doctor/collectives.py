@@ -15,8 +15,8 @@ _SLOW = 1e9  # bytes a second, between two devices
 _DEADLINE_S = 100.0
 GROUPS = {"cuda": "nccl", "musa": "cpu:gloo,musa:mccl"}
 _MUSA = (
-    "import torchada (or name mccl) before init_process_group; the group of the weights is 'cpu:gloo,musa:mccl'; rename "
-    "NCCL_* to MCCL_*"
+    "import torchada (or name mccl) before init_process_group; the weights' group is 'cpu:gloo,musa:mccl'; "
+    "rename NCCL_* to MCCL_*"
 )
 # Names that MCCL reads under its own prefix alone.
 _NCCL_ONLY = ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_DEBUG", "NCCL_BUFFSIZE")

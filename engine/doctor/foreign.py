@@ -28,7 +28,7 @@ def run_script(
     device: str = "",
     deadline_s: float = 60.0,
 ) -> dict[str, Any]:
-    """The object that it prints. `device` "cpu": with what our SGLang servers on a CPU are given. Raises ForeignFailed."""
+    """The object that it prints. `device` "cpu": with what our servers on a CPU are given. Raises ForeignFailed."""
     environ = environment("", device=device, env={}, threads=None) if device else dict(os.environ)
     if not device:
         environ.pop("PYTHONPATH", None)  # ours is no business of another interpreter
@@ -53,7 +53,7 @@ def run_script(
 
 
 def sglang_python(request: Request) -> Path | None:
-    """The interpreter with SGLang: of the configuration, else MILLSTREAM_SGLANG_PYTHON, else ./.venv-sglang, if there."""
+    """The interpreter with SGLang: of the configuration, else MILLSTREAM_SGLANG_PYTHON, else ./.venv-sglang."""
     rollout = request.config.rollout
     if rollout.backend == "sglang":
         return Path(rollout.sglang.python or sys.executable)

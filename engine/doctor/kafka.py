@@ -153,7 +153,7 @@ def sizes(request: Request) -> Result:
     small = {name: value for name, value in values.items() if value < frame}
     if "socket.request.max.bytes" in small:
         return failed(
-            f"socket.request.max.bytes of the broker is {small['socket.request.max.bytes']}, a record may have {largest}",
+            f"socket.request.max.bytes is {small['socket.request.max.bytes']}, a record may have {largest}",
             "raise it on the brokers, or lower log.max_record_bytes: what is larger goes to <run.dir>/claims",
         )
     if small:

@@ -1,4 +1,4 @@
-"""(e) torch_memory_saver: does giving memory back work on this device, beside graph capture? SGLang needs it to sleep."""
+"""(e) torch_memory_saver: does giving memory back work on this device, beside graph capture? SGLang sleeps by it."""
 
 from __future__ import annotations
 

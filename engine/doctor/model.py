@@ -108,7 +108,7 @@ def judge(request: Request, said: dict[str, dict[str, Any]]) -> Result:
 
 
 def _engine_side(request: Request) -> tuple[str, str, str]:
-    """(interpreter, folder of the tokenizer, template file). Raises OSError, ValueError, KeyError for a given server."""
+    """(interpreter, tokenizer's folder, template file). Raises OSError, ValueError, KeyError for a given server."""
     settings = request.config.rollout.sglang
     python = sglang_python(request)
     folder = (

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, each by an actor that does the same few operations. Imports ray inside functions alone."""
+"""The nodes of a Ray cluster, each by an actor that does the same few operations. Ray is imported in functions."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def judge(request: Request, facts: Mapping[str, Any]) -> Result:
             "a 404 is tolerated; a broadcast is not one act for its requests",
         )
     shown = backend or ("torch_native" if request.device == "cpu" else "chosen by sglang")
-    return passed(f"{said}; {_shown(request)}attention {shown}", **{"versions": versions})
+    return passed(f"{said}; {_shown(request)}attention {shown}", versions=versions)
 
 
 def attention(backend: str, request: Request, facts: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 _TAIL_BYTES = 64 << 10
 _TAIL_LINES = 40
-_MARK = "=== millstream started process"  # the first line of each incarnation in its log
+START_MARK = "=== millstream started process"  # the first line of each incarnation in its log
 
 
 class DaemonSpec(NamedTuple):
@@ -36,7 +36,7 @@ class Process:
     def __init__(self, command: Sequence[str], log_file: Path, env: Mapping[str, str]) -> None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         with log_file.open("ab") as out:
-            out.write(f"{_MARK} {time.strftime('%Y-%m-%dT%H:%M:%S%z')}: {' '.join(command)}\n".encode())
+            out.write(f"{START_MARK} {time.strftime('%Y-%m-%dT%H:%M:%S%z')}: {' '.join(command)}\n".encode())
             out.flush()
             self._popen = subprocess.Popen(
                 command,
@@ -107,7 +107,7 @@ def last_words(log_file: Path) -> str:
     except OSError:
         return ""
     for at in range(len(lines) - 1, -1, -1):
-        if lines[at].startswith(_MARK):
+        if lines[at].startswith(START_MARK):
             lines = lines[at + 1 :]
             break
     tracebacks = [at for at, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]

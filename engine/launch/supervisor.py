@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, NamedTuple, Protocol
 
 from engine.config import Config
+from engine.launch import failures
 from engine.launch.daemon import DaemonSpec
 from streams.errors import ConfigError, LogUnavailable
 
@@ -278,6 +279,7 @@ class Supervisor:
 
     def _failed(self, daemon: _Daemon, failure: Failure) -> Outcome | None:
         self._failures = [*self._open_failures(failure.at), failure]
+        failures.record(self.run_dir, failure, self._failures)
         window = failure.at - self._limits.window_s
         daemon.restarts = [at for at in daemon.restarts if at > window]
         if failure.code == WRONG_CONFIG:
