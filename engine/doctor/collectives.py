@@ -60,7 +60,7 @@ def look(kind: str) -> Library:
 
     if kind == "cuda":
         is_there = dist.is_available() and dist.is_nccl_available()
-        return Library(kind, is_there, ".".join(map(str, torch.cuda.nccl.version())) if is_there else "")
+        return Library(kind, is_there, _nccl_version(torch) if is_there else "")
     is_simulated = not getattr(torch.version, "musa", None)
     musa: Any = getattr(torch, "musa", None)
     try:
@@ -70,6 +70,10 @@ def look(kind: str) -> Library:
         error = str(problem)
     version = ".".join(map(str, musa.mccl.version())) if hasattr(musa, "mccl") else ""
     return Library(kind, "mccl" in dist.Backend.backend_list, version, error, is_simulated)
+
+
+def _nccl_version(torch: Any) -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def judge(library: Library, asked: str, environ: Mapping[str, str]) -> Result | None:

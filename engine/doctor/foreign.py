@@ -26,7 +26,7 @@ def run_script(
     arguments: Sequence[str] = (),
     *,
     device: str = "",
-    deadline_s: float = 60.0,
+    deadline_s: float = 150.0,
 ) -> dict[str, Any]:
     """The object that it prints. `device` "cpu": with what our servers on a CPU are given. Raises ForeignFailed."""
     environ = environment("", device=device, env={}, threads=None) if device else dict(os.environ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ def cluster(request: Request) -> Iterator[Any]:
     try:
         ray.init(
             address=request.address,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             log_to_driver=False,
             runtime_env={"env_vars": environ},
         )

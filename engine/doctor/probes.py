@@ -22,12 +22,12 @@ PROBES = (
         "SGLang has model and attention",
         "model",
         f"{_HERE}.sglang:probe",
-        60,
+        160,
         sglang.not_sglang,
         "b",
     ),
     Probe(
-        "sglang-server", "A real SGLang server", "device", f"{_HERE}.sglang:server", 480, sglang.not_deep, "b"
+        "sglang-server", "A real SGLang server", "device", f"{_HERE}.sglang:server", 700, sglang.not_deep, "b"
     ),
     Probe(
         "megatron-patch",
@@ -100,7 +100,7 @@ PROBES = (
         "Tokenizer and chat template alike",
         "model",
         f"{_HERE}.model:tokenizers",
-        120,
+        480,
         model.no_model,
     ),
 )

@@ -22,7 +22,7 @@ from engine.doctor.result import Request, Result, failed, passed, warned
 
 OLDEST = (0, 5, 21)  # engine/rollout/sglang/api.py refuses older ones
 _WEIGHT_ENDPOINTS = ("/update_weights_from_disk", "/pause_generation", "/continue_generation")
-_START_S = 420.0
+_START_S = 600.0  # at most, also where rollout.sglang.start_timeout_s allows more
 # backend → (module that it needs, least and highest capability)
 _CUDA_ATTENTION = {
     "fa3": ("sgl_kernel", (8, 0), (9, 9)),
@@ -214,7 +214,7 @@ async def _served(request: Request, python: Path, model: Path, what: str, log_fi
         env=settings.env,
     )
     try:
-        await running.ready(timedelta(seconds=_START_S))
+        await running.ready(timedelta(seconds=min(_START_S, settings.start_timeout_s)))
         start_s = time.monotonic() - began
         body = {
             "input_ids": [3, 4, 5],
@@ -224,7 +224,7 @@ async def _served(request: Request, python: Path, model: Path, what: str, log_fi
         count = answer["meta_info"]["completion_tokens"]
     except (Died, TimedOut) as error:
         return failed(
-            str(error)[-600:], "the server's own last words say why; its whole log is gone with the trial"
+            _ends(str(error)), "the server's own last words say why; its whole log is gone with the trial"
         )
     except (OSError, KeyError, ValueError) as error:
         return failed(
@@ -241,6 +241,11 @@ async def _served(request: Request, python: Path, model: Path, what: str, log_fi
     )
 
 
+def _ends(text: str) -> str:
+    """The beginning, which says what it is, and the end, where a traceback has its reason."""
+    return text if len(text) < 700 else f"{text[:200]} … {text[-400:]}"
+
+
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     asked = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(asked, timeout=120) as answer:
@@ -255,7 +260,8 @@ def _small_model(request: Request, folder: Path) -> tuple[Path, str]:
         shutil.copytree(
             path, place, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*", "*.gguf", ".*")
         )
-        inner = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+        text = config.get("text_config")
+        inner = text if isinstance(text, dict) else config
         inner["num_hidden_layers"] = min(2, int(inner.get("num_hidden_layers", 2)))
         if isinstance(inner.get("layer_types"), list):
             inner["layer_types"] = inner["layer_types"][: inner["num_hidden_layers"]]

@@ -60,7 +60,8 @@ def attention_backends(root: Path) -> list[str]:
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             value = getattr(node, "value", None)
             if value is not None and any(_is(target, "ATTENTION_BACKEND_CHOICES") for target in targets):
-                return [each.value for each in ast.walk(value) if _is_word(each)]
+                words = [each for each in ast.walk(value) if isinstance(each, ast.Constant)]
+                return [each.value for each in words if isinstance(each.value, str)]
     return []
 
 
@@ -73,10 +74,6 @@ def endpoints(root: Path) -> list[str]:
 
 def _is(node: object, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
-
-
-def _is_word(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def versions() -> dict[str, str]:
