@@ -46,7 +46,7 @@ def together(backend: str, kind: str, n_bytes: int, deadline_s: float) -> list[d
         finally:
             for process in ranks:
                 process.kill()
-                process.wait()
+                process.communicate()  # closes its pipes
     return said
 
 

@@ -52,7 +52,9 @@ def test_a_probe_whose_process_dies_is_a_fail_that_says_how() -> None:
 def test_an_exception_of_a_probe_is_its_evidence_on_one_line() -> None:
     (found,) = run([probe("raises")], request())
     assert found.result.status == "fail"
-    assert found.result.evidence.startswith("ImportError: libmccl.so.2: cannot open shared object file (doctor_probes.py:")
+    assert found.result.evidence.startswith(
+        "ImportError: libmccl.so.2: cannot open shared object file (doctor_probes.py:"
+    )
 
 
 def test_what_a_library_prints_does_not_spoil_the_answer() -> None:
