@@ -63,14 +63,15 @@ class Said(msgspec.Struct, kw_only=True):
     troubles: list[Trouble] = []
     steps: int = 0
     finished: str = ""  # its reason; "": it has not finished
-    problem: str = ""  # why the log could not be read
+    has_begun: bool = True  # there is a log
+    problem: str = ""  # why it could not be read
 
 
 def look(config: Config) -> Said:
     """Never raises for a log that is not there or does not answer: then `problem` says so."""
     try:
         if not common.has_log(config):
-            return Said(problem=f"there is no log at {common.log_folder(config)}")
+            return Said(has_begun=False)
         until = time.monotonic() + _LOOK_S
         from engine.roles import open_run_log
 

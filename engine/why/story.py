@@ -144,6 +144,8 @@ def _state(said: Said, supervisor: int | None) -> str:
     steps = f"after step {said.steps}" if said.steps else "before its first step"
     if said.finished:
         return f"finished ({said.finished}) {steps}"
+    if not said.has_begun:
+        return f"begun by process {supervisor}, no log yet" if supervisor else "stopped before it had a log"
     if said.problem:
         ending = f"process {supervisor} supervises it" if supervisor else "nobody supervises it"
         return f"not known: {said.problem}; {ending}"

@@ -1,4 +1,4 @@
-"""Doctor on the log: folders that cannot be written, locks that do not hold, a broker with other settings than needed."""
+"""Doctor on the log: folders that cannot be written, locks that do not hold, a broker set up otherwise than needed."""
 
 from __future__ import annotations
 
