@@ -49,11 +49,10 @@ def here(config: Config) -> dict[str, Any]:
     """The same facts of this process; {} without torch."""
     if config.trainer.backend == "scalar":
         return {}
-    import torch
-
+    from engine import devices
     from engine.trainer.torch_state import environment
 
-    facts = environment(torch.device(config.model.device))
+    facts = environment(devices.ready(config.model.device).torch)
     if config.trainer.backend != "torch":
         facts["ranks"] = config.trainer.n_ranks
     return facts | {"torch": str(facts["torch"])}  # it is a subclass of str
