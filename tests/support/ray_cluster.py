@@ -6,9 +6,11 @@ counts them, nobody looks whether they are there. All nodes are on a loopback ad
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,39 +38,42 @@ def require_ray() -> None:
         pytest.skip("Ray is not installed (pip install 'millstream[ray]')", allow_module_level=True)
 
 
+def the_ray() -> Any:
+    """The module, untyped: what is used of it is more than it declares."""
+    return importlib.import_module("ray")
+
+
 class Nodes:
     """One cluster. `address` is its head's; `add` a node, `kill` it as a power failure would."""
 
-    def __init__(self, **head: float) -> None:
-        os.environ.update(QUIET)
-        # what a node's Ray has when it starts is what its workers have: Millstream is "installed" there by this
-        os.environ["PYTHONPATH"] = str(ROOT)
+    def __init__(self, environ: Mapping[str, str], **head: Any) -> None:
+        """`environ`: what every node has besides; it is this process's too until `close`."""
+        self._environ = dict(os.environ)
+        # what a node's Ray has when it starts is what its workers have: Millstream is "installed" there by PYTHONPATH
+        os.environ.update(QUIET | {"PYTHONPATH": str(ROOT)} | dict(environ))
         from ray.cluster_utils import Cluster
 
         _do_not_wait_for_dashboards()
         self._cluster = Cluster(initialize_head=True, head_node_args={**_ports(), **head})
-        self.address: str = self._cluster.address
+        self.address = str(self._cluster.address)
 
     def connect(self) -> Any:
         """Make this process a driver, as `millstream run` is one."""
-        import ray
-
         from engine.launch.on_ray import cluster
 
-        cluster.connect(self.address)
-        return ray
+        return cluster.connect(self.address)[0]
 
-    def add(self, **resources: float) -> Any:
+    def add(self, **resources: Any) -> Any:
         return self._cluster.add_node(**_ports(), **resources)
 
     def kill(self, node: Any) -> None:
         self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
-        import ray
-
-        ray.shutdown()
+        the_ray().shutdown()
         self._cluster.shutdown()
+        os.environ.clear()
+        os.environ.update(self._environ)
 
 
 def _ports() -> dict[str, Any]:
@@ -95,17 +100,15 @@ def _ports() -> dict[str, Any]:
 def _do_not_wait_for_dashboards() -> None:
     """A raylet waits 15 s for its dashboard agent to say that it has no port, and dies; it is told so beforehand."""
     from ray._private.node import Node
-    from ray._raylet import (  # pyright: ignore[reportMissingImports]
-        DASHBOARD_AGENT_LISTEN_PORT_NAME,
-        persist_port,
-    )
 
+    raylet: Any = importlib.import_module("ray._raylet")
     begin = Node.start_ray_processes
     if getattr(begin, "is_ours", False):
         return
 
     def start(self: Any) -> None:
-        persist_port(self._session_dir, self._node_id, DASHBOARD_AGENT_LISTEN_PORT_NAME, -1)
+        name = raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME
+        raylet.persist_port(self._session_dir, self._node_id, name, -1)
         begin(self)
 
     start.is_ours = True  # type: ignore[attr-defined]

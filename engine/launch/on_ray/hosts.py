@@ -47,6 +47,7 @@ class HostHandle:
         self.seen: dict[str, Seen] = {}
         self.about: About | None = None
         self.lost = ""
+        self.refused = ""  # lost for this reason
         self.has_answered = False
         self._ray, self._why_lost, self._refuse = ray, why_lost, refuse
         self._told: Any = actor.about.remote("", "")
@@ -86,8 +87,9 @@ class HostHandle:
             self.about = about = self._ray.get(self._told)
         except self._ray.exceptions.RayError:  # the next look says why
             return
-        if refused := self._refuse(about):
-            self.lost = refused
+        self.refused = self._refuse(about)
+        if self.refused:
+            self.lost = self.refused
             self.end()
 
     def is_ready(self, reference: Any) -> bool:

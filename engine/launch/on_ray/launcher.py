@@ -267,6 +267,8 @@ class RayCluster:
                     )
                 for host in self._hosts.values():
                     host.refresh()
+                    if host.refused:
+                        raise ConfigError(host.refused)
                     if host.lost:
                         raise PlacementFailed(f"{host.name}: {host.lost}")
                 time.sleep(0.02)

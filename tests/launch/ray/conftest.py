@@ -1,8 +1,7 @@
-"""One cluster for all tests of this folder, which are one worker's (tests/support/parallel.py)."""
+"""A cluster for each module of this folder, which are one worker's (tests/support/parallel.py)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,12 +9,12 @@ import pytest
 from tests.support.ray_cluster import Nodes, require_ray
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     """A head node of 8 CPUs and 2 pretended GPUs; this process is a driver of it."""
     require_ray()
-    os.environ["MUSA_VISIBLE_DEVICES"] = "4,6"  # the node's own mask, as a container would have it
-    cluster = Nodes(num_cpus=8, num_gpus=2)
+    # the node's own mask, as a container would have it
+    cluster = Nodes({"MUSA_VISIBLE_DEVICES": "4,6"}, num_cpus=8, num_gpus=2)
     try:
         cluster.connect()
         yield cluster

@@ -19,9 +19,10 @@ from engine.launch.on_ray.cluster import PlacementFailed
 from engine.launch.on_ray.launcher import RayLauncher
 from engine.launch.supervisor import Outcome
 from streams.errors import ConfigError
-from tests.support.ray_cluster import Nodes
+from tests.support.ray_cluster import Nodes, the_ray
 
 DEADLINE_S = 100.0  # as on a machine with much else to do, where starting a Ray worker takes long
+pytestmark = pytest.mark.timeout(300)
 MUSA = ("MUSA_VISIBLE_DEVICES", "MTHREADS_VISIBLE_DEVICES")
 
 # `daemon.py NAME BEHAVIOUR FOLDER --with-parent PID`: writes NAME.up.<pid>, then behaves.
@@ -130,7 +131,7 @@ def alive(pid: int) -> bool:
 
 
 def gpus_are_free(nodes: Nodes, count: float = 2) -> None:
-    import ray
+    ray = the_ray()
 
     until(lambda: ray.available_resources().get("GPU") == count, f"{count} free GPUs")
 
@@ -154,7 +155,7 @@ def test_o31_resources_never_come(nodes: Nodes, folder: Path):
 def test_each_engine_sees_its_own_musa_device_where_stock_ray_shows_both_to_both(
     nodes: Nodes, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    import ray
+    ray = the_ray()
 
     @ray.remote(num_gpus=1, num_cpus=0)
     class Stock:

@@ -22,7 +22,7 @@ from engine.roles import open_run_log, topics_of
 from replay.ledger import RunView, read_run
 from replay.verify import verify
 from tests.faults import harness
-from tests.support.ray_cluster import ROOT, Nodes
+from tests.support.ray_cluster import ROOT, Nodes, the_ray
 
 DEADLINE_S = 270.0  # seconds of work; on a machine with much else to do, starting a Ray worker takes long
 
@@ -165,12 +165,13 @@ def test_a_killed_command_is_attached_to_by_the_next_and_ctrl_c_leaves_no_proces
 
 
 def _free(nodes: Nodes) -> float:
-    import ray
+    ray = the_ray()
 
     node = next(each for each in ray.nodes() if each["Alive"] and each["Resources"].get("GPU"))
     return ray._private.state.available_resources_per_node()[node["NodeID"]].get("CPU", 0)
 
 
+@pytest.mark.slow
 def test_a_run_on_kafka(nodes: Nodes, tmp_path: Path, kafka: str, prefix: str):
     config = configuration(tmp_path, 10, f"kafka://{kafka}/{prefix}")
     outcome = watch(RayLauncher(config, daemons_of(config)))
