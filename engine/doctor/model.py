@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,19 @@ def tokenizers(request: Request) -> Result:
         sides["teacher"] = (sys.executable, config.teacher.path, "")
     if len(sides) == 1 and not config.data.apply_chat_template:
         return skipped("trainer and rollout are one environment and one folder")
+    with ThreadPoolExecutor() as pool:
+        asked = {name: pool.submit(_read_by, *side) for name, side in sides.items()}
     said: dict[str, dict[str, Any]] = {}
-    for name, (python, folder, template) in sides.items():
+    for name, answer in asked.items():
         try:
-            said[name] = run_script(python, "tokenizer_facts", [folder, *([template] if template else [])])
+            said[name] = answer.result()
         except ForeignFailed as error:
-            return failed(f"{name}: {error}", f"the tokenizer of {folder} must load there")
+            return failed(f"{name}: {error}", f"the tokenizer of {sides[name][1]} must load there")
     return judge(request, said)
+
+
+def _read_by(python: str, folder: str, template: str) -> dict[str, Any]:
+    return run_script(python, "tokenizer_facts", [folder, *([template] if template else [])])
 
 
 def judge(request: Request, said: dict[str, dict[str, Any]]) -> Result:
