@@ -131,7 +131,7 @@ def no_such_rank() -> str:
 # ---------------------------------------------------------------- groups
 def a_trainers_group(rank: int, folder: str) -> dict[str, Any]:
     """One of two ranks: tensors on musa go by MCCL, those in main memory by Gloo."""
-    store = dist.FileStore(f"{folder}/store", 2)  # pyright: ignore[reportAttributeAccessIssue]
+    store = fake_musa.c10d.FileStore(f"{folder}/store", 2)
     processes = ranks.ProcessGroup(rank, 2, ranks.device_of("musa", rank), store)
     told = torch.full((3,), float(rank + 1), device=MUSA)
     dist.broadcast(told, 0)
@@ -153,7 +153,7 @@ def a_trainers_group(rank: int, folder: str) -> dict[str, Any]:
 
 def refused_on_the_cpu() -> str:
     """MCCL itself, asked for a tensor in main memory."""
-    backend = fake_musa.Mccl(dist.HashStore(), 0, 1, timedelta(seconds=5))  # pyright: ignore[reportAttributeAccessIssue]
+    backend = fake_musa.Mccl(fake_musa.c10d.HashStore(), 0, 1, timedelta(seconds=5))
     try:
         backend.broadcast([torch.ones(2)], fake_musa.c10d.BroadcastOptions())
     except RuntimeError as error:
@@ -298,7 +298,7 @@ def torchada_over_the_device() -> dict[str, Any]:
 
     assert torchada.is_musa_platform()
     made = torch.zeros(2, device="cuda")
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
+    dist.init_process_group("nccl", store=fake_musa.c10d.HashStore(), rank=0, world_size=1)
     backend = dist.get_backend()
     # a weight group of ours in that same process, as in a server's or Megatron's
     listener = collective.Listener("127.0.0.1", 0, 1, timedelta(seconds=20))

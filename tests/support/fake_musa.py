@@ -321,9 +321,16 @@ class Mccl(c10d.Backend):
 
 def _collective(func: Any, args: Any) -> Any:
     """torch's dispatcher has found tensors on musa: the group's backend for that device has the work."""
-    backend = dist.ProcessGroup.unbox(args[1])._get_backend(torch.device("musa"))
+    backend: Any = dist.ProcessGroup.unbox(args[1])._get_backend(torch.device("musa"))
     if func.__name__ == "broadcast_.default":
-        defaults = (None, None, 0, 0, True, -1)  # of the operation: the dispatcher leaves them out at the end
+        defaults: tuple[Any, ...] = (
+            None,
+            None,
+            0,
+            0,
+            True,
+            -1,
+        )  # of the operation: the dispatcher leaves them out at the end
         tensors, _, root, root_tensor, is_async, timeout_ms = (*args, *defaults[len(args) :])
         options: Any = c10d.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = root, root_tensor, is_async
