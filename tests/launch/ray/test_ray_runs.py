@@ -172,6 +172,7 @@ def _free(nodes: Nodes) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_on_kafka(nodes: Nodes, tmp_path: Path, kafka: str, prefix: str):
     config = configuration(tmp_path, 10, f"kafka://{kafka}/{prefix}")
     outcome = watch(RayLauncher(config, daemons_of(config)))
