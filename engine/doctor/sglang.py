@@ -212,6 +212,7 @@ async def _served(request: Request, python: Path, model: Path, what: str, log_fi
         device=device,
         args=("--load-format", "dummy", *settings.args),
         env=settings.env,
+        threads=1 if device == "cpu" else None,  # a small model: more of them would only wait for one another
     )
     try:
         await running.ready(timedelta(seconds=min(_START_S, settings.start_timeout_s)))
