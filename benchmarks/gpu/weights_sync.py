@@ -451,7 +451,8 @@ def transport(trainer: Trainer, size: str, ways: list[str], bare_s: float) -> No
         came = queue.get(timeout=60)
         row(
             f"{size} transport {way}, {bucket}",
-            f"{s * 1e3:.1f} ms, {gb / s:.1f} GB/s = {bare_s / s:.0%} of bare; first {taken[0]:.2f} s, digest {'equal' if came == right else 'ANOTHER'}",
+            f"{s * 1e3:.1f} ms, {gb / s:.1f} GB/s = {bare_s / s:.0%} of bare; first {taken[0]:.2f} s, "
+            + ("digest equal" if came == right else "ANOTHER digest"),
             "ok" if came == right else "FAILED",
         )
     group.close()
