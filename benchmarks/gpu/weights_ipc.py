@@ -2,8 +2,8 @@
 
     copy      bandwidth of a copy on the device, and of pinned and plain copies to main memory
     export    a version's snapshot on the device and its copy in main memory, as the trainer makes them, beside those
-    delta     what a delta holds, found on the device, beside the floor: one read of old and new weights at the
-              bandwidth of `copy` (which is the time of one copy of them); the same bytes as the processor's encoder
+    delta     what a delta holds, found on the device by torch and by Triton's kernels, in turns with the floor: a copy
+              of the weights there, which reads and writes as many bytes as old and new have; the processor's same bytes
     buckets   Owner and Reader back to back in two processes: what the copies and the words between them cost
     update    versions through the real Sender, log and receiver, verified by digest; engine killed in a bucket; memory
     one_gpu   NCCL with both ranks on this one GPU is refused at once, with a sentence
@@ -19,6 +19,7 @@ stdout and in $OUT/weights_ipc.jsonl. Ends within --limit seconds: what there is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -41,7 +42,7 @@ import torch  # noqa: E402
 
 from benchmarks.weights_fleet import CONTEXT, Holder, Trainer  # noqa: E402
 from engine.rollout.loading import Loader  # noqa: E402
-from engine.weights import collective, delta_device, shared  # noqa: E402
+from engine.weights import collective, delta_device, delta_words, shared  # noqa: E402
 from engine.weights import store as storing  # noqa: E402
 from engine.weights import tensors as files  # noqa: E402
 from engine.weights.delta_writer import State, state_of, write_delta  # noqa: E402
@@ -77,15 +78,15 @@ class Bench:
 
     def time(self, work: Callable[[], Any], rounds: int = 0, warm: int = 2) -> float:
         """Median seconds, to the end of the device's work."""
-        taken = []
-        for number in range(warm + (rounds or self.rounds)):
-            self.wait()
-            began = time.perf_counter()
-            work()
-            self.wait()
-            if number >= warm:
-                taken.append(time.perf_counter() - began)
-        return statistics.median(taken)
+        taken = [self.once(work) for _ in range(warm + (rounds or self.rounds))]
+        return statistics.median(taken[warm:])
+
+    def once(self, work: Callable[[], Any]) -> float:
+        self.wait()
+        began = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - began
 
     def snapshot(self, tensors: dict[str, Any]) -> Any:
         return DeviceSnapshot(tensors) if self.on_gpu else collective.side_by_side(tensors)
@@ -200,11 +201,10 @@ def export(bench: Bench) -> Iterator[Row]:
 def delta(bench: Bench) -> Iterator[Row]:
     tensors = bench.weights()
     base = _state(bench, tensors)
-    n = size(tensors)
     for share in (0.02, 0.03, 0.04):
         move(tensors, share, seed=int(100 * share))
         state = _state(bench, tensors)
-        yield _one_delta(bench, n, base, state)
+        yield from _one_delta(bench, base, state)
         base = state
 
 
@@ -213,41 +213,85 @@ def _state(bench: Bench, tensors: Any) -> State:
     return state_of(snapshot)._replace(on_device=snapshot)
 
 
-def _one_delta(bench: Bench, n: int, base: State, state: State) -> Row:
+def _one_delta(bench: Bench, base: State, state: State) -> Iterator[Row]:
     names = list(files.split_tied(state.contents)[0])
     old, new = base.on_device or {}, state.on_device or {}
+    n_bytes = size(new)
+    source = torch.randint(0, 255, (n_bytes,), dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
 
     def search() -> int:
         return sum(each.values.shape[1] for each in delta_device.find(old, new, names, 1 << 22))
 
+    plain, right = [each._replace(on_device=None) for each in (base, state)], io.BytesIO()
+    cpu_s = bench.time(lambda: _write(right, *plain), rounds=2, warm=1)
+    chosen, at_once = delta_words.kernels_on, delta_device.PASS
+    for way in ("torch", "triton", "triton, 2^30 elements at once"):
+        began = time.perf_counter()
+        if way == "torch":
+            delta_words.kernels_on = lambda *_: delta_words.OF_TORCH  # pyright: ignore
+        elif chosen(new[names[0]].device, torch.int16) is delta_words.OF_TORCH:  # it says why
+            yield {"what": "delta by triton", "skipped": "its kernels do not run here"}
+            return
+        compiled_s = time.perf_counter() - began
+        delta_device.PASS = 1 << 30 if "2^30" in way else at_once
+        try:
+            file = io.BytesIO()
+            whole_s = bench.time(lambda file=file: _write(file, base, state), rounds=3, warm=1)
+            rounds: list[tuple[float, float, float]] = []
+            for _ in range(3 + bench.rounds):
+                floor_s = bench.once(lambda: target.copy_(source))
+                with _result_left_there():
+                    rounds.append((floor_s, bench.once(search), 0.0))
+                rounds[-1] = (*rounds[-1][:2], bench.once(search))
+            floor_s, found_s, with_host_s = map(statistics.median, zip(*rounds[3:], strict=True))
+            yield {
+                "what": f"delta by {way}",
+                "changed": search() / (n_bytes / 2),
+                "mb": len(file.getvalue()) / 1e6,
+                "times_smaller": n_bytes / len(file.getvalue()),
+                "floor_ms": 1e3 * floor_s,
+                "found_ms": 1e3 * found_s,
+                "found_over_floor": found_s / floor_s,
+                "found_and_on_host_ms": 1e3 * with_host_s,
+                "found_and_on_host_over_floor": with_host_s / floor_s,
+                "bar": 4.0,
+                "whole_file_ms": 1e3 * whole_s,
+                "processor_alone_ms": 1e3 * cpu_s,
+                "same_bytes": file.getvalue() == right.getvalue(),
+                "first_time_s": compiled_s,
+                "kernels_ms": _kernels(bench, search),
+            }
+        finally:
+            delta_words.kernels_on, delta_device.PASS = chosen, at_once
+
+
+@contextlib.contextmanager
+def _result_left_there() -> Iterator[None]:
+    """What was found is not copied to main memory."""
     host = delta_device.on_host
-    delta_device.on_host = lambda tensor: tensor
+    delta_device.on_host = lambda tensor: np.empty(tuple(tensor.shape), np.uint8)
     try:
-        found_s = bench.time(search)
+        yield
     finally:
         delta_device.on_host = host
-    with_host_s, changed = bench.time(search), search()
-    device_file, cpu_file = io.BytesIO(), io.BytesIO()
-    whole_s = bench.time(lambda: _write(device_file, base, state), rounds=5)
-    plain = [each._replace(on_device=None) for each in (base, state)]
-    cpu_s = bench.time(lambda: _write(cpu_file, *plain), rounds=3, warm=1)
-    floor_s = bench.copy_s or bench.time(lambda: [tensor.clone() for tensor in distinct(new).values()])
-    nbytes = len(device_file.getvalue())
-    return {
-        "what": "delta",
-        "changed": changed / (n / 2),
-        "mb": nbytes / 1e6,
-        "times_smaller": n / nbytes,
-        "floor_ms": 1e3 * floor_s,
-        "found_ms": 1e3 * found_s,
-        "found_over_floor": found_s / floor_s,
-        "found_and_on_host_ms": 1e3 * with_host_s,
-        "found_and_on_host_over_floor": with_host_s / floor_s,
-        "bar": 4.0,
-        "whole_file_ms": 1e3 * whole_s,
-        "processor_alone_ms": 1e3 * cpu_s,
-        "same_bytes": device_file.getvalue() == cpu_file.getvalue(),
-    }
+
+
+def _kernels(bench: Bench, work: Callable[[], Any]) -> dict[str, float]:
+    """Milliseconds of the kernels and copies that take longest, and of all together."""
+    if not bench.on_gpu:
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            work()
+            bench.wait()
+        taken = {each.key[:60]: each.self_device_time_total / 1e3 for each in profiler.key_averages()}
+    except Exception as error:  # a profiler is no part of what is measured
+        return {f"no profile: {type(error).__name__}: {error}"[:200]: 0.0}
+    longest = sorted(taken.items(), key=lambda each: -each[1])[:8]
+    return {name: round(ms, 4) for name, ms in longest} | {"all": round(sum(taken.values()), 4)}
 
 
 def _write(file: io.BytesIO, base: State, new: State) -> None:

@@ -4,9 +4,10 @@
                                                                      └► new values ───┴► byte planes ─► host, pinned
 
 Weights lie in few long pieces of memory (a DeviceSnapshot in one), and a piece is searched as one array, whatever
-tensors are in it: a handful of kernels for hundreds of millions of elements, and two waits for the device. Blocks are
-those of engine/weights/delta_writer.py, so are their bytes. Memory on the device beside the weights: a byte for each
-element of a pass and some 20 for each that changed.
+tensors are in it: a handful of kernels for hundreds of millions of elements, and two or three waits for the device.
+Only engine/weights/delta_words.py looks at all elements; what follows looks at those that changed. Blocks are those of
+engine/weights/delta_writer.py, so are their bytes. Memory on the device beside the weights: a byte for each 8 bytes of
+a pass, and for each element that changed some 20, without Triton some 50.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import devices
+from engine.weights import delta_words
 
 PASS = 1 << 28  # elements that are searched at once; places are 32 bits wide
-
-_FAR = (1 << 31) - 1
 
 
 class Found(NamedTuple):
@@ -59,48 +59,41 @@ def find(old: Mapping[str, Any], new: Mapping[str, Any], names: Sequence[str], b
 
 
 def _search(piece: _Piece, blocks: Sequence[_Block]) -> Iterator[Found]:
-    packed = _packed(piece, blocks)
-    if packed is None:
-        return
-    bounds, n_planes, planes = packed
-    for each, begin, end in zip(blocks, bounds[:-1], bounds[1:], strict=True):
-        if end > begin:
-            yield Found(each.name, each.start, planes[:n_planes, begin:end], planes[n_planes:, begin:end])
-
-
-def _packed(piece: _Piece, blocks: Sequence[_Block]) -> tuple[list[int], int, NDArray[np.uint8]] | None:
-    """(first change of each block and the end, planes of gaps, [planes of gaps + of values, changes]); None: none."""
     import torch
 
     begin, end = blocks[0].at, blocks[-1].at + blocks[-1].length
-    places = (piece.old[begin:end] != piece.new[begin:end]).nonzero().view(-1).to(torch.int32)
-    n = len(places)
-    if not n:
-        return None
-    values = piece.new[begin:end].index_select(0, places)
-    starts = torch.tensor([each.at - begin for each in blocks], dtype=torch.int32, device=places.device)
-    firsts = torch.searchsorted(places, starts)
-    gaps = _gaps(places, starts, firsts)
-    *bounds, widest = torch.cat((firsts, gaps.max().view(1))).tolist()
-    n_planes, item = max(1, (int(widest).bit_length() + 7) // 8), values.element_size()
-    planes = torch.empty((n_planes + item, n), dtype=torch.uint8, device=places.device)
-    planes[:n_planes] = gaps.view(torch.uint8).view(n, -1)[:, :n_planes].T
-    planes[n_planes:] = values.view(torch.uint8).view(n, item).T
-    return [*bounds, n], n_planes, on_host(planes)
+    starts = [each.at - begin for each in blocks]
+    # before the search: a copy to the device waits for all that is queued there
+    starts_there = torch.tensor(starts, dtype=torch.int32, device=piece.new.device)
+    places, values = delta_words.changes(piece.old[begin:end], piece.new[begin:end])
+    if not len(places):
+        return
+    bounds, rows = _packed(places, values, starts, starts_there)
+    item = values.itemsize
+    for each, begin, end in zip(blocks, bounds[:-1], bounds[1:], strict=True):
+        if end > begin:
+            yield Found(each.name, each.start, rows[item:, begin:end], rows[:item, begin:end])
 
 
-def _gaps(places: Any, starts: Any, firsts: Any) -> Any:
-    """Elements between one change and the one before it, or the start of its block: int32 [n]."""
+def _packed(
+    places: Any, values: Any, starts: Sequence[int], starts_there: Any
+) -> tuple[list[int], NDArray[np.uint8]]:
+    """(first change of each block and the end, planes of values and of gaps [.., changes]) in main memory."""
     import torch
 
-    gaps = torch.empty_like(places)
-    gaps[0] = places[0] + 1
-    torch.sub(places[1:], places[:-1], out=gaps[1:])
-    gaps -= 1
-    # of the blocks without a change in front of one, the nearest start is the right one, and gives the least
-    heads = firsts.clamp(max=len(places) - 1)
-    from_start = torch.where(firsts < len(places), places[heads] - starts, _FAR)
-    return gaps.scatter_reduce_(0, heads, from_start, "amin")
+    n, item = len(places), values.itemsize
+    planes, widest = delta_words.planes(places, values)
+    firsts = torch.searchsorted(places, starts_there, out_int32=True)
+    heads = places.index_select(0, firsts.clamp(max=n - 1))
+    *numbers, widest = torch.cat((firsts, heads, widest.view(1))).tolist()
+    bounds, heads = [*numbers[: len(starts)], n], numbers[len(starts) :]
+    # gaps there are from one change to the next, wherever blocks begin: those of each block's first are known here
+    changed = [block for block in range(len(starts)) if bounds[block + 1] > bounds[block]]
+    gaps = np.array([heads[block] - starts[block] for block in changed], "<u4")
+    n_planes = max(1, (max(widest, int(gaps.max())).bit_length() + 7) // 8)
+    rows = on_host(planes[: item + n_planes])
+    rows[item:, [bounds[block] for block in changed]] = gaps.view(np.uint8).reshape(-1, 4)[:, :n_planes].T
+    return bounds, rows
 
 
 def on_host(tensor: Any) -> NDArray[Any]:
