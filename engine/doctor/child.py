@@ -17,6 +17,7 @@ import msgspec
 
 from engine.doctor.result import Request, Result, failed
 from engine.launch.child import die_with_parent
+from streams.errors import MillstreamError
 
 
 def main(argv: list[str]) -> int:
@@ -34,6 +35,8 @@ def _answer(place: str, request: Request) -> Result:
     module, _, function = place.partition(":")
     try:
         return getattr(importlib.import_module(module), function)(request)
+    except MillstreamError as error:
+        return failed(str(error), f"docs/doctor.md says what {place.rpartition(':')[2]} needs")
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         return failed(

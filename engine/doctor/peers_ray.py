@@ -12,8 +12,7 @@ from engine.doctor.operations import Operations, Refused, folders_of
 from engine.doctor.peers import Node, NoPeer
 from engine.doctor.result import Request
 
-_START_S = 60.0
-_ASK_S = 30.0
+_ASK_S = 100.0  # the first question waits for the actor's process to start
 
 
 class Actor:

@@ -71,7 +71,7 @@ PROBES = (
         "Environment of Ray's workers",
         "network",
         f"{_HERE}.ray_workers:probe",
-        120,
+        180,
         ray_workers.no_ray,
         "g",
     ),
@@ -79,9 +79,11 @@ PROBES = (
     Probe("network-card", "Training network card", "network", f"{_HERE}.network:training_card", 20),
     Probe("ports", "Ports, in both directions", "network", f"{_HERE}.others:ports", 180),
     Probe("shared-folders", "Shared folders", "network", f"{_HERE}.others:shared_folders", 120),
-    Probe("clocks", "Clocks of the nodes", "network", f"{_HERE}.others:clocks", 60, others.alone),
-    Probe("versions", "Versions on the nodes", "network", f"{_HERE}.others:equal_versions", 60, others.alone),
-    Probe("subnets", "One network for all nodes", "network", f"{_HERE}.others:subnets", 60, others.alone),
+    Probe("clocks", "Clocks of the nodes", "network", f"{_HERE}.others:clocks", 180, others.alone),
+    Probe(
+        "versions", "Versions on the nodes", "network", f"{_HERE}.others:equal_versions", 180, others.alone
+    ),
+    Probe("subnets", "One network for all nodes", "network", f"{_HERE}.others:subnets", 180, others.alone),
     Probe("log-folder", "Folder of the log", "log", f"{_HERE}.embedded:writable", 30, embedded.not_embedded),
     Probe("log-sync", "Time of a sync", "log", f"{_HERE}.embedded:sync_time", 60, embedded.not_embedded),
     Probe(
