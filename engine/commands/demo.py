@@ -173,7 +173,10 @@ def run_and_report(
     launcher = make_launcher(config, daemons_of(config), threads=threads, ray_address=ray_address)
     outcome = watch(launcher, config, stop.is_set, plain=plain, title=title)
     if outcome.code == 130:
-        logger.warning("interrupted; all daemons have ended. To go on: millstream run %s", config.run.dir)
+        there = "" if ray_address is None else f" --launcher ray --address {ray_address}"
+        logger.warning(
+            "interrupted; all daemons have ended. To go on: millstream run %s%s", config.run.dir, there
+        )
     elif outcome.code:
         logger.error("the run failed: %s", outcome.cause)
     sys.stdout.write(write_report(config, title))

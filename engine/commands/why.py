@@ -63,7 +63,13 @@ def _newest() -> Path:
 def as_text(story: Story) -> str:
     lines = [f"run {story.run} ({story.run_dir}): {story.state}"]
     first = story.first
-    if first is None:
+    if first is None and story.got_over:
+        times = "failure" if story.got_over == 1 else "failures"
+        lines += [
+            "",
+            f"{story.got_over} {times} of daemons, all got over by restarts ({story.run_dir}/failures.jsonl)",
+        ]
+    elif first is None:
         lines += ["", "no daemon has failed, by its logs and the supervisor's record"]
     else:
         lines += ["", *_first(story, first)]

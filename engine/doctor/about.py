@@ -16,13 +16,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from engine.doctor.result import without_login
+
 PACKAGES = (
     *("millstream", "torch", "torch_musa", "torchada", "megatron-core", "transformer-engine", "transformers"),
     *("tokenizers", "safetensors", "numpy", "msgspec", "zstandard", "kafka-python", "confluent-kafka", "ray"),
     *("sglang", "torch_memory_saver", "mooncake-transfer-engine", "mthreads-ml-py"),
 )
 # What must not be told, and what tells how an accelerator or a network was set up.
-_NEVER = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_NEVER = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|JSON|RUNTIME_ENV", re.IGNORECASE)
 _TELLING = re.compile(
     r"^(CUDA_|NVIDIA_|MUSA_|MTHREADS_|NCCL_|MCCL_|TORCH_MCCL_|GLOO_|TP_SOCKET|MC_|SGLANG_|RAY_|OMP_NUM|"
     r"PYTORCH_\w*ALLOC|TORCHADA_|MASTER_|HF_HUB_OFFLINE)"
@@ -35,7 +37,7 @@ def about(command: Sequence[str], environ: Mapping[str, str] = os.environ) -> di
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
         "host": socket.gethostname(),
-        "command": " ".join(command),
+        "command": " ".join(_without_values(command)),
         "hardware": hardware(),
         "image": image(environ),
         "versions": versions(),
@@ -46,6 +48,22 @@ def about(command: Sequence[str], environ: Mapping[str, str] = os.environ) -> di
             if _TELLING.match(name) and not _NEVER.search(name)
         },
     }
+
+
+def _without_values(command: Sequence[str]) -> list[str]:
+    """What --set sets is told by its key alone: the value may be a secret."""
+    found, is_setting = [], False
+    for word in command:
+        key, sign, _ = word.partition("=")
+        is_one_word = key == "--set" and bool(sign)
+        if is_setting:
+            found.append(f"{key}=…")
+        elif is_one_word:
+            found.append(f"--set={word.removeprefix('--set=').partition('=')[0]}=…")
+        else:
+            found.append(without_login(word))
+        is_setting = word == "--set"
+    return found
 
 
 def hardware() -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from engine.doctor.accelerator import is_stand_in
 from engine.doctor.result import SIMULATED, Request, Result, failed, passed, skipped, warned
 from engine.doctor.two_ranks import RanksFailed, together
 
@@ -61,7 +62,7 @@ def look(kind: str) -> Library:
     if kind == "cuda":
         is_there = dist.is_available() and dist.is_nccl_available()
         return Library(kind, is_there, _nccl_version(torch) if is_there else "")
-    is_simulated = not getattr(torch.version, "musa", None)
+    is_simulated = is_stand_in(torch)
     musa: Any = getattr(torch, "musa", None)
     try:
         ctypes.CDLL(os.environ.get("SGLANG_NCCL_SO_PATH") or "libmccl.so.2")
@@ -135,7 +136,7 @@ def no_accelerator(request: Request) -> str:
         return no_torch(request)
     if request.accelerator in ("", "cpu"):
         if request.has_config and request.config.model.device.startswith("musa"):
-            return SIMULATED
+            return "no usable MUSA device: see the probe accelerator"
         return "no accelerator (cpu)"
     if request.device == "cpu":
         return 'model.device = "cpu"'

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import sys
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from engine.doctor.foreign import ForeignFailed, argument, run_script, sglang_python
 from engine.doctor.result import Request, Result, failed, passed, skipped, warned
-from engine.doctor.sglang import model_config
+from engine.doctor.sglang import ask, model_config
 
 _PARTS = ("vocabulary", "special tokens", "encoding", "decoding", "chat template", "rendered chat")
 
@@ -125,10 +124,7 @@ def _engine_side(request: Request) -> tuple[str, str, str]:
     )
     template = argument(settings.args, "--chat-template")
     if settings.url:
-        with urllib.request.urlopen(
-            f"{settings.url.replace('{replica}', '0')}/server_info", timeout=10
-        ) as answer:
-            info = json.loads(answer.read())
+        info = json.loads(ask(request, settings.url.replace("{replica}", "0"), "/server_info"))
         return (
             sys.executable,
             info.get("tokenizer_path") or info["model_path"],

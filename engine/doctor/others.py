@@ -76,7 +76,10 @@ def _crosses(source: Node, target: Node, port: int) -> str:
         opened = target.ask("listen", port=port, at=target.address)
     except (NoPeer, OSError) as error:
         return f"cannot be listened at: {error}"
-    return source.ask("connect", host=target.address, port=opened)
+    try:
+        return source.ask("connect", host=target.address, port=opened)
+    except (NoPeer, OSError) as error:
+        return f"was not tried: {error}"
 
 
 def shared_folders(request: Request) -> Result:

@@ -16,8 +16,11 @@ _ANSWER_S = 60.0
 _HANDED = ("PYTHONPATH", "LD_LIBRARY_PATH", "MUSA_PATCH_PATH", "MUSA_TITAN_PATH", "HF_HUB_OFFLINE")
 _PREFIXES = ("NCCL_", "MCCL_", "GLOO_", "TP_SOCKET")
 _STOCK = (
-    "stock Ray does not set MUSA_VISIBLE_DEVICES: hand it over in runtime_env for each actor, with "
-    "RAY_EXPERIMENTAL_NOSET_MUSA_VISIBLE_DEVICES=1; start Ray with --num-gpus and --num-cpus"
+    "stock Ray does not set MUSA_VISIBLE_DEVICES; `millstream run --launcher ray` sets it for each daemon itself, "
+    "other programs on this cluster must too"
+)
+_OTHER_MASK = (
+    "Ray was started with a mask or a number of GPUs that is not this node's: ray start --num-gpus=N"
 )
 
 
@@ -61,9 +64,10 @@ def probe(request: Request) -> Result:
         name: value for name, value in os.environ.items() if name in _HANDED or name.startswith(_PREFIXES)
     }
     with cluster(request) as ray:
+        free = ray._private.state.available_resources_per_node()
         alive = [node for node in ray.nodes() if node["Alive"]]
         try:
-            workers = _look(ray, alive, handed)
+            workers = _look(ray, alive, free, handed)
         except (ray.exceptions.RayError, NoPeer) as error:
             return failed(
                 f"a worker could not be started: {error}", "see `ray status` and the node's own logs"
@@ -72,11 +76,13 @@ def probe(request: Request) -> Result:
     return judge(workers, request.device, len(alive), int(cpus))
 
 
-def _look(ray: Any, alive: Sequence[dict[str, Any]], handed: dict[str, str]) -> list[Worker]:
-    """One actor for each device of each node; one without a device where there is none."""
+def _look(
+    ray: Any, alive: Sequence[dict[str, Any]], free: dict[str, dict[str, float]], handed: dict[str, str]
+) -> list[Worker]:
+    """One actor for each device of each node that is free now; one without a device where there is none."""
     actors = []
     for node in alive:
-        n_devices = int(node["Resources"].get("GPU", 0))
+        n_devices = int(free.get(node["NodeID"], {}).get("GPU", 0))
         for _ in range(max(1, n_devices)):
             options = {
                 "num_cpus": 0,
@@ -111,7 +117,9 @@ def judge(workers: Sequence[Worker], device: str, n_nodes: int, cpus: int) -> Re
         return failed(f"{said}: Python {', '.join(sorted(pythons))}", "the same Python on every node")
     with_devices = [worker for worker in workers if worker.ids]
     if with_devices and (wrong := _shared(with_devices, MASKS.get(device, MASKS["cuda"]))):
-        return failed(f"{said}: {wrong}", _STOCK)
+        if device == "musa" and "two workers" not in wrong:
+            return warned(f"{said}: {wrong}", _STOCK)
+        return failed(f"{said}: {wrong}", _OTHER_MASK)
     if cpus > 32:
         return warned(
             f"{said}: a node has {cpus} CPUs for Ray, which starts as many workers ahead",

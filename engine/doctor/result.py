@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
 
+from engine.config_secrets import REDACTED
 from engine.settings import Config
 
 Status = Literal["pass", "warn", "fail", "skip"]
@@ -59,6 +61,11 @@ def skipped(why: str, **facts: Any) -> Result:
     return Result(status="skip", evidence=_line(why), facts=facts)
 
 
+def without_login(text: str) -> str:
+    """A URL's user and password are nobody's business."""
+    return re.sub(r"//[^/@\s]*@", f"//{REDACTED}@", text)
+
+
 def _line(text: str) -> str:
     """Evidence is one line, whatever an exception had to say."""
-    return " ".join(text.split())
+    return without_login(" ".join(text.split()))

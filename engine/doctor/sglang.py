@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from engine.config import secret
 from engine.doctor.foreign import ForeignFailed, argument, run_script, sglang_python
 from engine.doctor.result import Request, Result, failed, passed, warned
 
@@ -64,7 +65,7 @@ def not_deep(request: Request) -> str:
 def probe(request: Request) -> Result:
     settings = request.config.rollout.sglang
     if settings.url:
-        return _given(settings.url.replace("{replica}", "0"))
+        return _given(request, settings.url.replace("{replica}", "0"))
     python = sglang_python(request)
     assert python is not None  # `not_sglang` has asked
     on_musa = ["musa"] if request.device == "musa" else []
@@ -171,17 +172,23 @@ def model_config(path: str) -> dict[str, Any]:
         return {}
 
 
-def _given(url: str) -> Result:
+def ask(request: Request, url: str, path: str) -> bytes:
+    """What a server that was given answers, with the key that the configuration has for it. Raises OSError."""
+    key = request.config.rollout.sglang.api_key
+    headers = {"Authorization": f"Bearer {secret(key, 'rollout.sglang.api_key')}"} if key else {}
+    with urllib.request.urlopen(urllib.request.Request(url + path, headers=headers), timeout=10) as answer:
+        return answer.read()
+
+
+def _given(request: Request, url: str) -> Result:
     """A server that runs already: an open port is not a healthy server."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=10):
-            pass
-        with urllib.request.urlopen(f"{url}/server_info", timeout=10) as answer:
-            info = json.loads(answer.read())
+        ask(request, url, "/health")
+        info = json.loads(ask(request, url, "/server_info"))
     except urllib.error.HTTPError as error:
         return failed(
             f"{url} answers {error.code} {error.reason}",
-            "503: it has no worker yet, or they died; see its log",
+            "401: rollout.sglang.api_key is missing or another; 503: it has no worker yet, or they died; see its log",
         )
     except (OSError, ValueError) as error:
         return failed(f"{url}: {error}", "start the server, or leave rollout.sglang.url empty")

@@ -52,6 +52,8 @@ PREFIXES = (
 )
 # Set by whoever places a process, or a token, which goes only where the configuration asks for it.
 NEVER = frozenset({"MUSA_VISIBLE_DEVICES", "MILLSTREAM_GIVEN_DEVICES", "HF_TOKEN"})
+# A secret goes only where the configuration asks for it.
+_SECRET = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
 # Names of hardware: they differ from host to host, so where a node has a value of its own, that one counts.
 OF_A_NODE = re.compile(r"(_IB_HCA|_IB_GID_INDEX|_SOCKET_IFNAME)$")
 # What Ray sets in its own workers; a daemon under one is no worker of Ray.
@@ -68,6 +70,7 @@ def passed(environ: Mapping[str, str], config: Config) -> dict[str, str]:
         or (
             (name in NAMES or name.startswith(PREFIXES))
             and name not in NEVER
+            and not _SECRET.search(name)
             and not name.startswith(SETTING_PREFIX)
         )
     }

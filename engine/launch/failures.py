@@ -28,6 +28,8 @@ class Failure(Protocol):
     @property
     def code(self) -> int: ...
     @property
+    def how(self) -> str: ...
+    @property
     def last_words(self) -> str: ...
 
 
@@ -37,6 +39,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float  # seconds since 1970
     daemon: str
     code: int  # exit code, or minus the number of the signal
+    how: str = ""  # it ended, in words: "killed by SIGKILL", "its node host-b was lost"
     last_words: str = ""
     supervisor: int = 0  # process id: failures of one supervision belong together
     log_bytes: int = 0  # size of the daemon's log then: it ends with this failure
@@ -53,6 +56,7 @@ def record(run_dir: Path, failure: Failure, unsettled: Sequence[Failure]) -> Non
                 at=time.time(),
                 daemon=failure.name,
                 code=failure.code,
+                how=failure.how,
                 last_words=failure.last_words[-_LONGEST:],
                 supervisor=os.getpid(),
                 log_bytes=size,

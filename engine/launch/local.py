@@ -14,7 +14,8 @@ from pathlib import Path
 
 from engine.config import Config, without_overrides
 from engine.launch.daemon import DaemonSpec, Process
-from engine.launch.supervisor import Outcome, Supervisor, finished_at
+from engine.launch.supervisor import JOB_FILE, Outcome, Supervisor, finished_at
+from streams.errors import ConfigError
 
 __all__ = [
     "THREAD_VARIABLES",
@@ -81,6 +82,14 @@ class _ThisMachine:
         self._command = command or self._serve
 
     def prepare(self, stop: Callable[[], bool]) -> bool:
+        """Raises ConfigError while daemons of the run may be on a cluster, whose supervisor was lost."""
+        mark = self._run_dir / JOB_FILE
+        if mark.exists():
+            raise ConfigError(
+                f"{mark}: daemons of this run may go on on a Ray cluster, which the run would have twice then. Go on "
+                f"there (millstream run {self._run_dir} --launcher ray), or, if that cluster is gone or nobody has "
+                "looked after them for placement.unattended_s, remove that file"
+            )
         return True
 
     def start(self, spec: DaemonSpec) -> Process:

@@ -37,6 +37,8 @@ SETTLED_S = 30.0  # a daemon that has run this long since its last failure has g
 LOOK_S = 5.0  # for one look into a log that may not answer; the daemons are not looked after meanwhile
 FINISH_S = 30.0  # what the others have to end by themselves after the trainer
 WRONG_CONFIG = 2  # exit code of a daemon that no restart can help
+LOCK_S = 0.5  # `millstream why` holds the lock for an instant
+JOB_FILE = "ray.job"  # in the run directory, while daemons of the run may be on a Ray cluster
 FENCED = 3  # exit code of a trainer whose run another trainer has taken over
 _TWO_TRAINERS = (
     "a run has one trainer: this supervisor has ended its daemons and leaves the run to the other one. End that one "
@@ -329,13 +331,19 @@ class Supervisor:
         """One supervisor per run directory: two would start every daemon twice and fence each other's trainer."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         lock = (self.run_dir / "supervisor.lock").open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown"
-            lock.close()
-            raise ConfigError(f"{self.run_dir} is already being run by process {holder}") from None
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
+                lock.close()
+                raise ConfigError(f"{self.run_dir} is already being run by process {holder}") from None
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()

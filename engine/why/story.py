@@ -18,6 +18,7 @@ import msgspec
 from engine.launch import failures
 from engine.launch.daemon import describe_exit
 from engine.launch.failures import Recorded
+from engine.launch.supervisor import FENCED, LONGEST_PAUSE_S, SETTLED_S, WRONG_CONFIG
 from engine.settings import Config
 from engine.why import events, logs
 from engine.why.events import Said
@@ -65,9 +66,20 @@ def tell(config: Config) -> Story:
         )
     else:
         _from_logs(story, run_dir, is_running=supervisor is not None)
+    if story.first is not None and _is_over(said, supervisor, recorded):
+        story.first, story.followed, story.may_be_first = None, [], []
+        story.got_over = sum(each.supervisor == recorded[-1].supervisor for each in recorded)
     if story.first is not None:
         story.hint = _hint(story.first)
     return story
+
+
+def _is_over(said: Said, supervisor: int | None, recorded: Sequence[Recorded]) -> bool:
+    """The run has finished, or goes on and has done so for longer than a restarted daemon takes to fail again."""
+    if not recorded or recorded[-1].code in (WRONG_CONFIG, FENCED):
+        return False
+    goes_on = supervisor is not None and time.time() - recorded[-1].at > SETTLED_S + LONGEST_PAUSE_S
+    return bool(said.finished) or goes_on
 
 
 def _from_record(story: Story, run_dir: Path, recorded: Sequence[Recorded]) -> None:
@@ -100,7 +112,7 @@ def _told(run_dir: Path, recorded: Recorded) -> Failed:
     return Failed(
         daemon=recorded.daemon,
         at=recorded.at,
-        how=describe_exit(recorded.code),
+        how=recorded.how or describe_exit(recorded.code),
         reason=logs.reason(words) if recorded.code >= 0 else "",
         log=str(log),
     )
@@ -109,8 +121,9 @@ def _told(run_dir: Path, recorded: Recorded) -> Failed:
 def _lines(run_dir: Path, recorded: Recorded) -> list[str]:
     """From the log, whole; from the record where the log is gone."""
     found = logs.ending_at(run_dir / "logs" / f"{recorded.daemon}.log", recorded.log_bytes)
-    if found is None:
-        return recorded.last_words.splitlines()
+    words = recorded.last_words.splitlines()
+    if found is None or (words and words[-1] not in found.lines):  # another rank's, or on another node's disk
+        return words
     return found.last_lines() if recorded.code >= 0 else [line for line in found.lines if line.strip()][-8:]
 
 

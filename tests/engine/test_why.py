@@ -17,8 +17,9 @@ from engine.commands.why import as_text
 from engine.config import Config
 from engine.launch import failures
 from engine.launch.daemon import START_MARK
-from engine.launch.local import Failure, LocalLauncher, daemons_of
-from engine.why import logs
+from engine.launch.local import LocalLauncher, daemons_of
+from engine.launch.supervisor import Failure
+from engine.why import events, logs
 from engine.why.story import tell
 from tests.faults import harness
 
@@ -141,8 +142,8 @@ def write_log(folder: Path, daemon: str, *bodies: str) -> None:
 def fail(config: Config, daemon: str, words: str, *, code: int = 1, unsettled: list[str]) -> None:
     folder = Path(config.run.dir)
     write_log(folder, daemon, words)
-    failure = Failure(0.0, daemon, code, words)
-    failures.record(folder, failure, [Failure(0.0, name, 1, "") for name in unsettled])
+    failure = Failure(0.0, daemon, code, "", words)
+    failures.record(folder, failure, [Failure(0.0, name, 1, "", "") for name in unsettled])
 
 
 def test_a_failure_that_a_restart_got_over_is_not_blamed_for_a_later_one(tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_a_record_that_was_torn_by_a_kill_is_read_as_far_as_it_goes(tmp_path: Pa
 
 def test_a_record_that_cannot_be_written_costs_the_supervisor_nothing(tmp_path: Path) -> None:
     (tmp_path / failures.FILE).mkdir()
-    failures.record(tmp_path, Failure(0.0, "trainer-0", 1, "words"), [])
+    failures.record(tmp_path, Failure(0.0, "trainer-0", 1, "", "words"), [])
 
 
 def test_a_traceback_ends_where_the_log_goes_on() -> None:
@@ -220,3 +221,29 @@ def test_a_traceback_ends_where_the_log_goes_on() -> None:
     ]
     assert logs.traceback_in(two) == TRACE.splitlines()
     assert logs.reason(two) == "RuntimeError: no judge"
+
+
+def test_how_a_daemon_ended_is_told_in_the_words_of_its_supervisor_and_of_its_rank(tmp_path: Path) -> None:
+    """On a cluster its own log may be that of another rank, or end before the node was lost."""
+    config = configuration(tmp_path)
+    rundir.adopt(config)
+    folder = Path(config.run.dir)
+    write_log(folder, "trainer-0", "rank 0: a healthy line")
+    words = "Traceback (most recent call last):\nRuntimeError: of rank 3"
+    failure = Failure(0.0, "trainer-0", 1, "rank 3: exit code 1", words)
+    failures.record(folder, failure, [failure])
+    story = tell(config)
+    assert story.first is not None and story.first.how == "rank 3: exit code 1"
+    assert story.first.lines == words.splitlines()
+
+
+def test_failures_that_a_finished_run_got_over_are_counted_and_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configuration(tmp_path)
+    rundir.adopt(config)
+    fail(config, "rollout-0", "", code=-9, unsettled=["rollout-0"])
+    monkeypatch.setattr(events, "look", lambda config: events.Said(has_begun=True, finished="data_ended"))
+    story = tell(config)
+    assert story.first is None and story.got_over == 1
+    assert "1 failure of daemons, all got over" in as_text(story)

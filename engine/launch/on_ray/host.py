@@ -82,6 +82,7 @@ class Host:
         self._unattended_s, self._grace_s = unattended_s, grace_s
         self._processes: dict[str, Process] = {}
         self._looked = time.monotonic()
+        self._is_ending = False
         self._problem = ""
         self._devices: list[str] = []
         try:
@@ -98,7 +99,7 @@ class Host:
         self._looked = time.monotonic()
         context: Any = ray.get_runtime_context()
         return About(
-            job=self._job,
+            job="" if self._is_ending else self._job,
             node=context.get_node_id(),
             hostname=socket.gethostname(),
             ip=ray.util.get_node_ip_address(),
@@ -110,6 +111,10 @@ class Host:
             sees_run_dir=not shared or _sees(Path(shared), content),
             pid=os.getpid(),
         )
+
+    def attended_s(self) -> float:
+        """Seconds since a supervisor last looked. To ask for it is no look."""
+        return time.monotonic() - self._looked
 
     def bundle(self) -> int:
         """The index of its bundle in the plan."""
@@ -129,6 +134,8 @@ class Host:
         `predecessor`: whose place it takes. Where that one can be reached it is killed first, so that it does not go
         on beside this one.
         """
+        if self._is_ending:
+            return Begun(0, 0.0, "its host is ending, since no supervisor had looked for it; run it again")
         self._looked = time.monotonic()
         running = self._processes.get(name)
         if running is not None and running.exit_code() is None:
@@ -160,7 +167,7 @@ class Host:
     def look(self) -> dict[str, Seen]:
         self._looked = time.monotonic()
         found: dict[str, Seen] = {}
-        for name, process in self._processes.items():
+        for name, process in list(self._processes.items()):
             code = process.exit_code()
             found[name] = Seen(process.pid, code, "" if code is None else process.how_it_ended())
         return found
@@ -190,18 +197,22 @@ class Host:
         """On a thread of its own: the main one serves calls, and there are none any more."""
         while time.monotonic() - self._looked < self._unattended_s:
             time.sleep(_WATCH_S)
+        self._is_ending = True  # for good: who comes now is told so, and starts hosts of its own
         logger.warning("no supervisor has looked for %.0f s: ending what runs here", self._unattended_s)
-        for process in list(self._processes.values()):
-            process.terminate()
-        deadline = time.monotonic() + self._grace_s
-        while time.monotonic() < deadline and any(p.exit_code() is None for p in self._processes.values()):
-            time.sleep(0.1)
-        for process in self._processes.values():
-            if process.exit_code() is None:
-                process.kill()
-        time.sleep(_REMOVE_AFTER_S)
-        _give_back(self._group)
-        os._exit(0)
+        try:
+            processes = list(self._processes.values())
+            for process in processes:
+                process.terminate()
+            deadline = time.monotonic() + self._grace_s
+            while time.monotonic() < deadline and any(each.exit_code() is None for each in processes):
+                time.sleep(0.1)
+            for process in processes:
+                if process.exit_code() is None:
+                    process.kill()
+            time.sleep(_REMOVE_AFTER_S)
+            _give_back_if_last(self._group, self._grace_s + 2 * _REMOVE_AFTER_S)
+        finally:
+            os._exit(0)
 
 
 def _assigned(kind: str) -> list[str]:
@@ -224,9 +235,23 @@ def _kill(pid: int, arguments: Sequence[str]) -> None:
         pass
 
 
-def _give_back(group: str) -> None:
+def _give_back_if_last(group: str, limit_s: float) -> None:
+    """Remove the reservation once no other host of it is left. One that stays is of a run that goes on.
+
+    Of several that end at a time the first by name does it, so that not each leaves it to another.
+    """
     import ray
 
+    context: Any = ray.get_runtime_context()
+    own, deadline = context.get_actor_name(), time.monotonic() + limit_s
+    while True:
+        names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+        others = [name for name in names if name.startswith(f"{group}/") and name != own]
+        if not others:
+            break
+        if min(others) < own or time.monotonic() > deadline:
+            return
+        time.sleep(0.2)
     try:
         ray.util.remove_placement_group(ray.util.get_placement_group(group))
     except ValueError:  # another host has done it

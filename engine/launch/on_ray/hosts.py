@@ -58,6 +58,11 @@ class HostHandle:
         self._made_at = time.monotonic()
         self._say_at = self._made_at + _SAY_AGAIN_S
 
+    def has_room(self) -> None:
+        """Its bundle is reserved: from now on it has the time of a start."""
+        self._made_at = time.monotonic()
+        self._say_at = self._made_at + _SAY_AGAIN_S
+
     def refresh(self) -> None:
         """Take an answer that has come, and ask again when it is time to."""
         now = time.monotonic()

@@ -35,13 +35,15 @@ from engine.launch.on_ray.cluster import NAMESPACE, PlacementFailed
 from engine.launch.on_ray.host import About, Host
 from engine.launch.on_ray.hosts import Gang, HostHandle, RayDaemon
 from engine.launch.on_ray.placement import Member, Plan, plan, shortage
-from engine.launch.supervisor import Running, Supervisor
+from engine.launch.supervisor import JOB_FILE, Running, Supervisor
 from streams.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 _SAY_AGAIN_S = 10.0
 _SLICE_S = 0.2
+_SHORT_S = 5.0  # for one answer of a host that may be gone
+_SECOND_S = 2.0  # hosts that nobody has looked at for so long have no supervisor
 _REMOVED_S = 15.0  # for a reservation to be given back
 
 
@@ -112,11 +114,7 @@ class RayCluster:
         try:
             if self._attach():
                 return True
-            if not self._reserve(stop):
-                return False
-            for at in range(len(self._plan.bundles)):
-                self._host(at)
-            return self._meet(stop)
+            return self._reserve(stop) and self._meet(stop)
         except BaseException:
             self._give_back()
             raise
@@ -164,7 +162,9 @@ class RayCluster:
         if state == "REMOVED":
             self._group = None
             return False
-        found = self._about_all(cluster.actors_of(ray, self._job))
+        actors = cluster.actors_of(ray, self._job)
+        self._refuse_a_second(actors)
+        found = self._about_all(actors)
         if found and state != "PENDING" and all(about.job == self._digest for _, about in found.values()):
             logger.info("attaching to the job %s, which runs on %d hosts", self._job, len(found))
             for at, (actor, about) in found.items():
@@ -186,8 +186,29 @@ class RayCluster:
         self._unreserve()
         return False
 
+    def _refuse_a_second(self, actors: Sequence[Any]) -> None:
+        """The lock on the run directory may hold on one node alone (flock over a network). A supervisor looks at its
+        hosts four times a second: hosts that are looked at have one. Raises ConfigError."""
+        began = time.monotonic()
+        while True:
+            latest = [_SECOND_S]
+            for actor in actors:
+                try:
+                    latest.append(self._ray.get(actor.attended_s.remote(), timeout=_SHORT_S))
+                except self._ray.exceptions.RayError:  # it is dead, or has not begun
+                    continue
+            if min(latest) >= _SECOND_S:
+                return
+            if time.monotonic() - began > 2 * _SECOND_S:
+                raise ConfigError(
+                    f"{self._run_dir} is already being run: another `millstream run` looks after the job {self._job} "
+                    "on this cluster. End that one first"
+                )
+            time.sleep(_SLICE_S)
+
     def _about_all(self, actors: Sequence[Any]) -> dict[int, tuple[Any, About]]:
-        """By the index of their bundle; those that do not answer are left out."""
+        """By the index of their bundle, one of each. The others, and those that do not answer, are ended: nobody would
+        look after them, and after a while they would end what goes on beside them."""
         found: dict[int, tuple[Any, About]] = {}
         for actor in actors:
             try:
@@ -195,9 +216,18 @@ class RayCluster:
                     [actor.bundle.remote(), actor.about.remote("", "")], timeout=_SAY_AGAIN_S
                 )
             except self._ray.exceptions.RayError:
+                self._end(actor)
                 continue
+            if index in found:
+                self._end(found[index][0])
             found[index] = actor, about
         return found
+
+    def _end(self, actor: Any) -> None:
+        try:
+            self._ray.kill(actor, no_restart=True)
+        except (self._ray.exceptions.RayError, ValueError):  # it has ended
+            pass
 
     def _known(self, actor: Any) -> list[str]:
         """Names of the daemons that run under a host."""
@@ -217,6 +247,10 @@ class RayCluster:
             name=self._job,
             lifetime="detached",
         )
+        (self._run_dir / JOB_FILE).write_text(f"{self._job}\n", encoding="utf-8")
+        # they begin when there is room; and if this driver is lost before that, they give it back in time
+        for at in range(len(self._plan.bundles)):
+            self._host(at)
         began = time.monotonic()
         say_at = began + _SAY_AGAIN_S
         while self._state() != "CREATED":
@@ -249,6 +283,8 @@ class RayCluster:
 
     def _meet(self, stop: Callable[[], bool]) -> bool:
         """Look at every node before the first daemon starts. Raises ConfigError and PlacementFailed."""
+        for host in self._hosts.values():
+            host.has_room()
         token = secrets.token_hex(8)
         shared = self._run_dir / f".shared-{token}"
         shared.write_text(token, encoding="utf-8")
@@ -393,6 +429,7 @@ class RayCluster:
     def _unreserve(self) -> None:
         if self._group is None:
             return
+        (self._run_dir / JOB_FILE).unlink(missing_ok=True)
         self._ray.util.remove_placement_group(self._group)
         deadline = time.monotonic() + _REMOVED_S
         while self._state() != "REMOVED":

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.doctor.about import about
+from engine.doctor.result import failed
 from tests.support.sglang import require_sglang
 
 ROOT = Path(__file__).parents[3]
@@ -75,7 +77,10 @@ def test_musa_asked_for_on_a_machine_without_it_fails_and_its_other_points_are_n
     assert found["accelerator"]["status"] == "fail"
     assert "torch_musa" in found["accelerator"]["remedy"]
     for name in ("collectives", "memory-saver"):
-        assert (found[name]["status"], found[name]["evidence"]) == ("skip", "no MUSA hardware: simulated")
+        assert (found[name]["status"], found[name]["evidence"]) == (
+            "skip",
+            "no usable MUSA device: see the probe accelerator",
+        )
 
 
 def test_the_page_to_keep_names_hardware_versions_command_and_results(tmp_path: Path) -> None:
@@ -161,3 +166,23 @@ def test_a_real_sglang_is_read_for_architectures_backends_and_endpoints(tmp_path
         asked, "--only", "sglang", "--set", "rollout.sglang.args=['--attention-backend','fa9']", cwd=tmp_path
     )
     assert done.returncode == 1 and "--attention-backend fa9: this sglang has" in done.stdout
+
+
+def test_the_page_holds_no_value_of_a_setting_and_no_login_of_a_url() -> None:
+    told = about(
+        [
+            "doctor",
+            "c.toml",
+            "--set",
+            "rollout.sglang.env.HF_TOKEN=hf_x",
+            "--set=log.url=kafka://u:pw@h",
+            "http://u:pw@h",
+        ],
+        {"RAY_JOB_CONFIG_JSON_ENV_VAR": "{}", "NCCL_DEBUG": "INFO", "SGLANG_API_KEY": "k"},
+    )
+    assert (
+        told["command"]
+        == "doctor c.toml --set rollout.sglang.env.HF_TOKEN=… --set=log.url=… http://<redacted>@h"
+    )
+    assert told["variables"] == {"NCCL_DEBUG": "INFO"}
+    assert "pw" not in failed("http://u:pw@h: refused", "").evidence

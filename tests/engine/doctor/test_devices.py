@@ -393,12 +393,7 @@ def worker(mask: str | None, ids: list[str], node: str = "a", **changes: object)
 @pytest.mark.parametrize(
     ("workers", "said"),
     [
-        (
-            [worker("0,1", ["0"]), worker("0,1", ["1"])],
-            "MUSA_VISIBLE_DEVICES=0,1 in a worker that Ray gave device 0",
-        ),
         ([worker("0", ["0"]), worker("0", ["0"])], "two workers on a have device 0"),
-        ([worker(None, ["0"])], "MUSA_VISIBLE_DEVICES is not set"),
         ([worker("0", ["0"], missing=["MUSA_PATCH_PATH"])], "MUSA_PATCH_PATH did not arrive on a"),
         ([worker("0", ["0"], had_torch=True)], "torch was imported before"),
         ([worker("0", ["0"]), worker("1", ["1"], python="3.11.2")], "Python 3.10.12, 3.11.2"),
@@ -407,6 +402,24 @@ def worker(mask: str | None, ids: list[str], node: str = "a", **changes: object)
 def test_workers_of_ray_that_share_a_device_or_lack_a_variable_fail(workers: list[Worker], said: str) -> None:
     result = ray_workers.judge(workers, "musa", 1, 8)
     assert result.status == "fail" and said in result.evidence
+
+
+@pytest.mark.parametrize(
+    ("workers", "said"),
+    [
+        (
+            [worker("0,1", ["0"]), worker("0,1", ["1"])],
+            "MUSA_VISIBLE_DEVICES=0,1 in a worker that Ray gave device 0",
+        ),
+        ([worker(None, ["0"])], "MUSA_VISIBLE_DEVICES is not set"),
+    ],
+)
+def test_masks_that_stock_ray_does_not_set_are_a_warning_since_our_launcher_sets_them(
+    workers: list[Worker], said: str
+) -> None:
+    result = ray_workers.judge(workers, "musa", 1, 8)
+    assert result.status == "warn" and said in result.evidence
+    assert "--launcher ray` sets it" in result.remedy
 
 
 def test_workers_with_a_device_each_pass_and_many_cpus_are_a_warning() -> None:
