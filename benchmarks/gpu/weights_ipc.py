@@ -3,7 +3,7 @@
     copy      bandwidth of a copy on the device, and of pinned and plain copies to main memory
     export    a version's snapshot on the device and its copy in main memory, as the trainer makes them, beside those
     delta     what a delta holds, found on the device by torch and by Triton's kernels, in turns with the floor: a copy
-              of the weights there, which reads and writes as many bytes as old and new have; the processor's same bytes
+              of the weights there, which moves as many bytes as old and new have; the same bytes as the processor's
     buckets   Owner and Reader back to back in two processes: what the copies and the words between them cost
     update    versions through the real Sender, log and receiver, verified by digest; engine killed in a bucket; memory
     one_gpu   NCCL with both ranks on this one GPU is refused at once, with a sentence
@@ -242,8 +242,8 @@ def _one_delta(bench: Bench, base: State, state: State) -> Iterator[Row]:
             for _ in range(3 + bench.rounds):
                 floor_s = bench.once(lambda: target.copy_(source))
                 with _result_left_there():
-                    rounds.append((floor_s, bench.once(search), 0.0))
-                rounds[-1] = (*rounds[-1][:2], bench.once(search))
+                    found_s = bench.once(search)
+                rounds.append((floor_s, found_s, bench.once(search)))
             floor_s, found_s, with_host_s = map(statistics.median, zip(*rounds[3:], strict=True))
             yield {
                 "what": f"delta by {way}",
@@ -291,7 +291,7 @@ def _kernels(bench: Bench, work: Callable[[], Any]) -> dict[str, float]:
     except Exception as error:  # a profiler is no part of what is measured
         return {f"no profile: {type(error).__name__}: {error}"[:200]: 0.0}
     longest = sorted(taken.items(), key=lambda each: -each[1])[:8]
-    return {name: round(ms, 4) for name, ms in longest} | {"all": round(sum(taken.values()), 4)}
+    return {**{name: round(ms, 4) for name, ms in longest}, "all": round(sum(taken.values(), 0.0), 4)}
 
 
 def _write(file: io.BytesIO, base: State, new: State) -> None:

@@ -4,7 +4,7 @@
                                                                      └► new values ───┴► byte planes ─► host, pinned
 
 Weights lie in few long pieces of memory (a DeviceSnapshot in one), and a piece is searched as one array, whatever
-tensors are in it: a handful of kernels for hundreds of millions of elements, and two or three waits for the device.
+tensors are in it: a handful of kernels for hundreds of millions of elements, and three or four waits for it.
 Only engine/weights/delta_words.py looks at all elements; what follows looks at those that changed. Blocks are those of
 engine/weights/delta_writer.py, so are their bytes. Memory on the device beside the weights: a byte for each 8 bytes of
 a pass, and for each element that changed some 20, without Triton some 50.

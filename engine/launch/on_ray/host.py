@@ -245,7 +245,8 @@ def _give_back_if_last(group: str, limit_s: float) -> None:
     context: Any = ray.get_runtime_context()
     own, deadline = context.get_actor_name(), time.monotonic() + limit_s
     while True:
-        names = [each["name"] for each in ray.util.list_named_actors(all_namespaces=True)]
+        listed: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+        names = [each["name"] for each in listed]
         others = [name for name in names if name.startswith(f"{group}/") and name != own]
         if not others:
             break

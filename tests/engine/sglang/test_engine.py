@@ -310,6 +310,7 @@ def test_a_given_up_update_that_fails_leaves_the_old_version_serving_and_its_run
         with pytest.raises(asyncio.CancelledError):
             await update
         double._loop.call_soon_threadsafe(double._unblocked.set)
+        assert engine._update is not None
         await asyncio.wait({engine._update}, timeout=DEADLINE_S)
         assert engine.held == WeightsId(1, 1, first.event.digest)
         assert (await engine.generate(PROMPT, SHORT, request_id="s")).versions == [(1, 1, 8)]
@@ -334,6 +335,7 @@ def test_a_version_that_nobody_was_told_of_is_nothing_to_go_back_to(
         with pytest.raises(asyncio.CancelledError):
             await update
         double._loop.call_soon_threadsafe(double._unblocked.set)
+        assert engine._update is not None
         await asyncio.wait({engine._update}, timeout=DEADLINE_S)
         double.fail("/update_weights_from_disk", "status", status=400, text="Failed to get weights iterator")
         with pytest.raises(EngineError, match="Failed to get weights iterator"):
@@ -363,6 +365,7 @@ def test_a_version_that_came_before_its_broadcast_is_served_only_once_it_was_ask
         with pytest.raises(asyncio.CancelledError):
             await update
         double._loop.call_soon_threadsafe(double._unblocked.set)
+        assert engine._update is not None
         await asyncio.wait({engine._update}, timeout=DEADLINE_S)
         with pytest.raises(EngineError, match="version 2 came before, and not by g1") as error:
             await engine.receive(second.event, "g1", 1 << 20)
