@@ -39,6 +39,9 @@ def test_settings_masks_and_tokens_do_not_go_by_themselves():
         "MUSA_VISIBLE_DEVICES": "0,1",  # of the driver's node
         "MILLSTREAM_GIVEN_DEVICES": "musa:0",
         "HF_TOKEN": "t",
+        "HF_HUB_TOKEN": "t",
+        "SGLANG_API_KEY": "k",
+        "MILLSTREAM_KAFKA_PASSWORD": "p",
     }
     assert passed(environ, config_of()) == {}
 

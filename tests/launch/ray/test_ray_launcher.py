@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from engine.config import Config, build_config
 from engine.launch.daemon import DaemonSpec
+from engine.launch.local import LocalLauncher
 from engine.launch.on_ray.cluster import PlacementFailed
 from engine.launch.on_ray.launcher import RayLauncher
 from engine.launch.supervisor import Outcome
@@ -254,6 +256,47 @@ def test_a_second_supervisor_of_a_run_is_refused(nodes: Nodes, folder: Path):
             launcher_of(folder, {"trainer": "work"}).start()
     finally:
         launcher.close()
+
+
+def test_a_second_supervisor_is_refused_also_where_the_lock_does_not_reach_it(nodes: Nodes, folder: Path):
+    """A lock on a network's folder may hold on one node alone; the hosts know that they are looked after."""
+    launcher = launcher_of(folder, {"trainer": "work"})
+    launcher.start()
+    until(lambda: launcher.poll() is None and launcher.processes(), "the trainer")
+    assert launcher._lock is not None
+    launcher._lock.close()
+    is_over = threading.Event()
+
+    def look_after() -> None:
+        while not is_over.wait(0.1):
+            launcher.poll()
+
+    thread = threading.Thread(target=look_after)
+    thread.start()
+    try:
+        with pytest.raises(ConfigError, match="another `millstream run` looks after the job"):
+            launcher_of(folder, {"trainer": "work"}).start()
+    finally:
+        is_over.set()
+        thread.join(30)
+        launcher.close()
+    assert len(environments(folder, "trainer-0")) == 1
+
+
+def test_a_local_run_is_refused_while_the_daemons_of_a_lost_one_may_go_on_on_the_cluster(
+    nodes: Nodes, folder: Path
+):
+    lost = launcher_of(folder, {"trainer": "work"})
+    lost.start()
+    until(lambda: lost.poll() is None and lost.processes(), "the trainer")
+    assert lost._lock is not None
+    lost._lock.close()
+    local = LocalLauncher(config_of(folder), [DaemonSpec("trainer")], command=lambda spec: ["true"])
+    with pytest.raises(ConfigError, match=r"ray\.job: daemons of this run may go on on a Ray cluster"):
+        local.start()
+    local.close()
+    lost.close()
+    assert not (folder / "run" / "ray.job").exists()
 
 
 def test_a_supervisor_attaches_to_the_daemons_of_one_that_was_lost(nodes: Nodes, folder: Path):
