@@ -33,6 +33,20 @@ from tests.support.sglang_double import Double
 from tests.support.sglang_versions import Versions
 
 
+async def give_up(engine: SGLangEngine, double: Double, version: Any) -> None:
+    """Ask for an update, leave while the server is paused, and wait until it is over all the same."""
+    double._unblocked.clear()  # the scheduler stands still
+    update = asyncio.ensure_future(engine.update(version.event, version.path))
+    while double.paused is None:
+        await asyncio.sleep(0.001)
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    double._loop.call_soon_threadsafe(double._unblocked.set)
+    assert engine._update is not None
+    await asyncio.wait({engine._update}, timeout=DEADLINE_S)
+
+
 def test_a_server_serves_nobody_before_it_was_given_a_published_version(
     double: Double, versions: Versions, tmp_path: Path
 ) -> None:
@@ -302,16 +316,7 @@ def test_a_given_up_update_that_fails_leaves_the_old_version_serving_and_its_run
         task = generate(engine, LONG)
         await some_tokens(double)
         double.fail("/update_weights_from_disk", "status", status=400, text="Failed to get weights iterator")
-        double._unblocked.clear()
-        update = asyncio.ensure_future(engine.update(second.event, second.path))
-        while double.paused is None:
-            await asyncio.sleep(0.001)
-        update.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await update
-        double._loop.call_soon_threadsafe(double._unblocked.set)
-        assert engine._update is not None
-        await asyncio.wait({engine._update}, timeout=DEADLINE_S)
+        await give_up(engine, double, second)
         assert engine.held == WeightsId(1, 1, first.event.digest)
         assert (await engine.generate(PROMPT, SHORT, request_id="s")).versions == [(1, 1, 8)]
         await engine.update(third.event, third.path)
@@ -327,16 +332,7 @@ def test_a_version_that_nobody_was_told_of_is_nothing_to_go_back_to(
     async def scene(engine: SGLangEngine) -> None:
         first, second, third = (versions.publish(version) for version in (1, 2, 3))
         await engine.update(first.event, first.path)
-        double._unblocked.clear()
-        update = asyncio.ensure_future(engine.update(second.event, second.path))
-        while double.paused is None:
-            await asyncio.sleep(0.001)
-        update.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await update
-        double._loop.call_soon_threadsafe(double._unblocked.set)
-        assert engine._update is not None
-        await asyncio.wait({engine._update}, timeout=DEADLINE_S)
+        await give_up(engine, double, second)
         double.fail("/update_weights_from_disk", "status", status=400, text="Failed to get weights iterator")
         with pytest.raises(EngineError, match="Failed to get weights iterator"):
             await engine.update(third.event, third.path)
@@ -357,16 +353,7 @@ def test_a_version_that_came_before_its_broadcast_is_served_only_once_it_was_ask
     async def scene(engine: SGLangEngine) -> None:
         first, second = versions.publish(1), versions.publish(2)
         await engine.update(first.event, first.path)
-        double._unblocked.clear()
-        update = asyncio.ensure_future(engine.update(second.event, second.path))
-        while double.paused is None:
-            await asyncio.sleep(0.001)
-        update.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await update
-        double._loop.call_soon_threadsafe(double._unblocked.set)
-        assert engine._update is not None
-        await asyncio.wait({engine._update}, timeout=DEADLINE_S)
+        await give_up(engine, double, second)
         with pytest.raises(EngineError, match="version 2 came before, and not by g1") as error:
             await engine.receive(second.event, "g1", 1 << 20)
         assert error.value.reason == "transfer_failed" and engine.held is None
