@@ -257,8 +257,8 @@ def publishing(folder: str, engines: list[int]) -> dict[str, Any]:
     names = [f"rollout-{each}" for each in engines]
     taking, sent, backends = Snapshots(on_device=True), [], []
     for version in (1, 2, 3):
-        if version == 2:
-            eventually(lambda: _candidates(trainer) == names, f"{names} to be there", LONGEST_S)
+        if version > 1:
+            eventually(lambda names=names: _candidates(trainer) == names, f"{names} to be there", LONGEST_S)
         tensors = {name: each.to(MUSA) for name, each in weights_of(version, f"{folder}/model").items()}
         taken = taking.take(tensors)
         assert isinstance(taken, DeviceSnapshot)
@@ -274,9 +274,8 @@ def publishing(folder: str, engines: list[int]) -> dict[str, Any]:
             else (result.published.version, result.receivers, result.error, result.lost)
         )
         backends += [str(each) for each in _group_backends() if str(each) not in backends]
-        if version > 1 and result is not None and result.lost:
-            left = [name for name in names if name not in result.lost]
-            eventually(lambda left=left: _candidates(trainer) == left, f"{left} to be left", LONGEST_S)
+        if result is not None:
+            names = [name for name in names if name not in result.lost]
     n_broadcasts = fake_musa.Mccl.calls.count("broadcast")
     trainer.close()
     eventually(lambda: "abort" in fake_musa.Mccl.calls, "MCCL's half of the group to be aborted")
