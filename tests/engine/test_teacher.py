@@ -219,7 +219,7 @@ def test_a_run_with_a_teacher_has_its_daemons():
     ("sections", "said"),
     [
         ({"trainer": {"loss": "opd"}}, "set teacher.path"),
-        ({"teacher": {"path": "t"}}, "nothing would look at the teacher's scores"),
+        ({"teacher": {"path": "t"}}, "no loss looks at its scores"),
         (
             {"trainer": {"loss": "opd"}, "teacher": {"path": "t", "replicas": 3}, "log": {"partitions": 2}},
             "is below teacher.replicas = 3",
