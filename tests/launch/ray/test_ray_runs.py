@@ -133,6 +133,7 @@ def run_command(config: Config, nodes: Nodes, out: Path) -> subprocess.Popen[byt
         )
 
 
+@pytest.mark.slow
 def test_a_killed_command_is_attached_to_by_the_next_and_ctrl_c_leaves_no_process(
     nodes: Nodes, tmp_path: Path
 ):
