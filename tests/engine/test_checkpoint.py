@@ -223,7 +223,9 @@ def test_a_kill_at_any_moment_leaves_whole_checkpoints_only(tmp_path: Path, capl
         output, _ = child.communicate(timeout=max(0.1, watchdog - time.monotonic()))
         acknowledged = [int(line) for line in output.split()]
         found = list(find_checkpoints(tmp_path))
-        assert caplog.records == [], "a torn checkpoint under a good name"
+        assert [each for each in caplog.records if each.name.startswith("engine.")] == [], (
+            "a torn checkpoint under a good name"
+        )
         newest = max((each.step for each in found if each.epoch == epoch), default=0)
         assert newest in ((acknowledged or [0])[-1], (acknowledged or [0])[-1] + 1)
         for each in found:

@@ -49,7 +49,9 @@ def test_columns_have_the_types_that_readers_expect(folder):
     assert {name: schema.field(name).type.value_type for name in lists} == lists
     run_fields = [field.name for field in schema.field("versions").type.value_type]
     assert run_fields == ["epoch", "version", "n_tokens"]
-    assert schema.field("advantage").metadata[b"meaning"] == b"that the trainer gave it"
+    assert schema.field("advantage").metadata[b"meaning"] == (
+        b"that the run's estimator gave it (`ppo`: its reward, before the critic)"
+    )
 
 
 def test_parquet_and_json_lines_hold_the_same(folder, tmp_path):

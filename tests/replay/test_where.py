@@ -201,11 +201,13 @@ def test_a_damaged_column_is_a_missing_field():
 
 
 def test_the_trainers_sums_are_rows():
-    sums = np.arange(20, dtype="<f8").reshape(2, 10)
+    sums = np.arange(2 * len(SUMS), dtype="<f8").reshape(2, -1)
     measured = StepMeasured(
         step=4, epoch=1, version=3, names=list(SUMS), n_samples=2, sums=sums.tobytes(), values={"loss": 0.25}
     )
-    assert parse_where("len(sums) == 2 and sums.1.0 == 10 and values.loss == 0.25").matches(entry(measured))
+    assert parse_where(f"len(sums) == 2 and sums.1.0 == {len(SUMS)} and values.loss == 0.25").matches(
+        entry(measured)
+    )
 
 
 def test_an_unknown_type_is_asked_by_what_it_holds():

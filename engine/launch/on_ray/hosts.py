@@ -222,6 +222,7 @@ class Gang:
     """
 
     END_S = 20.0  # for the others to follow
+    SETTLE_S = 1.0  # hosts are looked at each by itself: who ended first may be seen to have a little later
 
     def __init__(self, hosts: Sequence[HostHandle], begin: Callable[[int, str, int], RayDaemon]) -> None:
         self.started = time.monotonic()
@@ -229,7 +230,7 @@ class Gang:
         self._meeting = hosts[0].actor.meeting_point.remote()
         self._ranks: list[RayDaemon] = []
         self._first: tuple[int, RayDaemon] | None = None  # that ended
-        self._end_by = 0.0
+        self._end_by = self._seen_at = 0.0
         self._code: int | None = None
         self._how = ""
         self._is_stopping = False
@@ -281,8 +282,11 @@ class Gang:
         ended = [at for at, code in enumerate(codes) if code is not None]
         if not ended:
             return
+        self._seen_at = self._seen_at or now
+        if self._first is None and len(ended) < len(self._ranks) and now - self._seen_at < self.SETTLE_S:
+            return
         if self._first is None:
-            # of those that ended since the last look: one that a signal ended, or whose host is gone, is the cause
+            # of those that ended at about the same time: one that a signal ended, or whose host is gone, is the cause
             first = min(ended, key=lambda at: (codes[at] == 0, (codes[at] or 0) > 0, at))
             self._first, self._end_by = (first, self._ranks[first]), now + self.END_S
         if len(ended) < len(self._ranks):
