@@ -100,8 +100,8 @@ def test_one_of_two_engines_is_quarantined_its_samples_go_no_further_and_the_run
         assert (record.engine, record.incarnation) == (BENT, joined[0])
         assert record.mismatch == pytest.approx(-SHIFT, abs=0.02)
         assert "quarantined" in [each.reason for each in of(log, config, "fleet", EngineFailed)]
-        reasons = [each.drop.reason for each in view.drops]
-        assert "quarantined" in reasons
+        # whether a group of its was waiting in that moment is chance; that such a one is dropped is for
+        # tests/engine/test_trainer_quarantine.py
         made = {each.uid: each.incarnation for each in of(log, config, "trajectories", TrajectoryFinished)}
         after = [cut.event for cut in view.cuts if cut.offset > offset]
         trained = {made[member.uid] for cut in after for group in cut.groups for member in group.members}
