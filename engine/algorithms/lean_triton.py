@@ -12,13 +12,14 @@ The arithmetic is float32 and every sum has one fixed order, so that a step give
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from engine.devices.launching import current
 
 _BLOCK = 8192  # logits of a row at a time
 _WARPS = 16
@@ -74,7 +75,7 @@ class TritonLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         entropy, normalizers = torch.empty_like(logprobs), torch.empty_like(logprobs)
         if len(logits):
-            with _there(logits):
+            with current(logits.device):
                 launch: Any = _forward[(len(logits),)]
                 launch(
                     logits, logits.stride(0), targets, logprobs, entropy, normalizers, float(temperature),
@@ -91,15 +92,10 @@ class TritonLogprobs(torch.autograd.Function):
         scales = (gradients[0] / ctx.temperature).contiguous()
         result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         if len(logits):
-            with _there(logits):
+            with current(logits.device):
                 launch: Any = _backward[(len(logits),)]
                 launch(
                     logits, logits.stride(0), targets, normalizers, scales, result, ctx.temperature,
                     logits.shape[1], BLOCK=_BLOCK, num_warps=_WARPS,
                 )  # fmt: skip
         return result, None, None
-
-
-def _there(logits: Tensor) -> Any:
-    """A kernel is started on the current device, whatever its arguments lie on."""
-    return torch.cuda.device(logits.device) if logits.is_cuda else contextlib.nullcontext()

@@ -10,7 +10,7 @@ from streams.errors import ConfigError
 
 
 class Accelerator(Device):
-    needs_cpu_init = saves_from_host = has_nvml_affinity = False
+    needs_cpu_init = saves_from_host = False
 
     @property
     def module(self) -> Any:

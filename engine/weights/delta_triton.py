@@ -12,12 +12,13 @@ All weights are read once, by `compare`; `collect` reads its bits, and of the we
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from engine.devices.launching import current
 
 PART = 256  # words whose changes are counted together: 8 for each thread of a warp
 PARTS = 4  # of one program
@@ -39,7 +40,7 @@ def changes(old: Any, new: Any, item: Any) -> tuple[Any, Any]:
     programs = triton.cdiv(n_words, PARTS * PART)
     masks = torch.empty(n_words, dtype=torch.uint8, device=device)
     counts = torch.empty(programs * PARTS, dtype=torch.int32, device=device)
-    with _current(device):
+    with current(device):
         compare[(programs,)](old, new, masks, counts, n_words, BITS=bits, **_COMPARE)
         ends = counts.cumsum(0, dtype=torch.int32)
         n = int(ends[-1])
@@ -56,14 +57,9 @@ def planes(places: Any, values: Any) -> tuple[Any, Any]:
     made = torch.empty((item + 4, n), dtype=torch.uint8, device=device)
     programs = triton.cdiv(n, ROW)
     widest = torch.empty(programs, dtype=torch.int32, device=device)
-    with _current(device):
+    with current(device):
         split[(programs,)](places, values, made, widest, n, ITEM=item, **_SPLIT)
     return made, widest.max()
-
-
-def _current(device: Any) -> Any:
-    """Triton launches on the current device, wherever the tensors lie."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @triton.jit
