@@ -33,6 +33,7 @@ class HintWriter:
         self._admin = admin
         self._member_of = member_of
         self._changed = threading.Condition()
+        self._writing = threading.Lock()  # one at a time: an older position must not arrive after a newer one
         self._pending: dict[str, dict[Place, int]] = {}  # to be written
         self._unwritten: dict[str, dict[Place, int]] = {}  # that, and what is on its way
         self._in_flight = 0
@@ -85,6 +86,14 @@ class HintWriter:
                 self._changed.wait_for(lambda: self._closing, _EVERY_S)
 
     def _write(self, deadline: float) -> None:
+        if not self._writing.acquire(timeout=max(deadline - time.monotonic(), 0)):
+            return
+        try:
+            self._write_pending(deadline)
+        finally:
+            self._writing.release()
+
+    def _write_pending(self, deadline: float) -> None:
         with self._changed:
             pending, self._pending = self._pending, {}
             self._in_flight += len(pending)
