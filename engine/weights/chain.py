@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.weights import tensors as files
-from engine.weights.delta import SUFFIX, Delta, WrongBase, changed_in, copy, open_delta, overlay
+from engine.weights.delta import SUFFIX, Delta, WrongBase, changed_in, copy, in_order, open_delta, overlay
 from engine.weights.durable import write_durably
 from engine.weights.tensors import Framework, RawTensor, WeightsError
 
@@ -98,7 +98,8 @@ def load(
     layouts = {name: files.raw(tensor) for name, tensor in begin.items()}
     for delta in chain.deltas:
         delta.check_base(layouts)
-    copies = {id(tensor): copy(tensor) for name, tensor in begin.items() if name in changed}
+    distinct = {id(tensor): tensor for name, tensor in begin.items() if name in changed}
+    copies = dict(zip(distinct, in_order(copy, [(tensor,) for tensor in distinct.values()]), strict=True))
     tensors = {name: copies.get(id(tensor), tensor) for name, tensor in begin.items()}
     overlay(tensors, chain.deltas)
     return tensors

@@ -112,7 +112,7 @@ def test_a_bucket_cut_short_on_one_receiver_ends_that_engine_alone_and_it_comes_
 def test_an_engine_frozen_for_longer_than_the_deadline_finishes_no_old_broadcast_when_it_goes_on(
     engines: Fleet,
 ) -> None:
-    trainer = engines.trainer(deadline_s=2)
+    trainer = engines.trainer(deadline_s=5)
     trainer.publish(4)
     engines.start(0)
     engines.start(1, Fault("stop", version=5))

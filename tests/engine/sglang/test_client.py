@@ -73,8 +73,13 @@ def run(served: Served, scene: Callable[[SGLangClient], Awaitable[Any]], **optio
 
 
 async def some_tokens(served: Served) -> None:
-    """Until a request that has just been made has surely some."""
-    await asyncio.sleep(0.05 if served.double else 1.0)
+    """Until a request that has just been made has surely some: one made after it has got all of its own."""
+    if served.double:
+        await asyncio.sleep(0.05)
+        return
+    other = SGLangClient(served.url)
+    await other.generate(new_rid(), PROMPT, SHORT, deadline=MINUTE)
+    await other.close()
 
 
 async def idle(client: SGLangClient) -> None:

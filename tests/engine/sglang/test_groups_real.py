@@ -27,7 +27,7 @@ from tests.support.sglang_logprobs import TEMPERATURE, TOLERANCE, differences, w
 
 pytestmark = pytest.mark.timeout(1500)
 EXACT = ("--disable-overlap-schedule", "--disable-radix-cache")
-LONG = Sampling(max_tokens=400, temperature=TEMPERATURE)
+LONG = Sampling(max_tokens=900, temperature=TEMPERATURE)  # longer than an update, on a fast machine too
 SHORT = Sampling(max_tokens=24, temperature=TEMPERATURE)
 PROMPTS = [[5 + n, 17, 3 * n + 9, 40] for n in range(4)]
 DEADLINE_S = 300
@@ -88,7 +88,7 @@ def test_one_trainer_feeds_two_servers_while_they_generate_and_every_log_prob_is
     spanning = 0
     for prompt, call in running:
         done = call.result(DEADLINE_S)
-        assert done.finish_reason == "length" and len(done.ids) == 400
+        assert done.finish_reason == "length" and len(done.ids) == LONG.max_tokens
         assert versions_of(done) == sorted(set(versions_of(done)))
         spanning += len(done.versions) > 1
         assert is_exact(fleet, prompt, done)
@@ -153,11 +153,11 @@ def test_mode_abort_ends_what_runs_with_the_tokens_it_has(fleet: Fleet, other: S
     fleet.start(0, other.url, pause_mode="abort")
     fleet.whole(0)
     call = generate(fleet, 0, PROMPTS[0])
-    time.sleep(1.0)
+    generate(fleet, 0, PROMPTS[0], SHORT).result(DEADLINE_S)  # sent last: the others have tokens by now
     fleet.publish(2)
     assert fleet.ways(2, 0) == ["distributed"]
     done = call.result(DEADLINE_S)
-    assert done.finish_reason == "aborted" and len(done.ids) < 400 and versions_of(done) == [1]
+    assert done.finish_reason == "aborted" and len(done.ids) < LONG.max_tokens and versions_of(done) == [1]
     assert is_exact(fleet, PROMPTS[0], done)
     after = generate(fleet, 0, PROMPTS[0], SHORT).result(DEADLINE_S)
     assert versions_of(after) == [2] and is_exact(fleet, PROMPTS[0], after)
@@ -171,7 +171,7 @@ def test_mode_in_place_is_exact_up_to_the_update_and_for_what_begins_after_it(
     fleet.start(0, other.url, pause_mode="in_place")
     fleet.whole(0)
     running = [(prompt, generate(fleet, 0, prompt)) for prompt in PROMPTS]
-    time.sleep(1.0)
+    generate(fleet, 0, PROMPTS[0], SHORT).result(DEADLINE_S)  # sent last: the others have tokens by now
     fleet.publish(2)
     assert fleet.ways(2, 0) == ["distributed"]
     after = generate(fleet, 0, PROMPTS[0], SHORT).result(DEADLINE_S)
@@ -179,7 +179,7 @@ def test_mode_in_place_is_exact_up_to_the_update_and_for_what_begins_after_it(
     epoch, boundaries = fleet.trainer.epoch, 0
     for prompt, call in running:
         done = call.result(DEADLINE_S)
-        assert len(done.ids) == 400 and done.finish_reason == "length"
+        assert len(done.ids) == LONG.max_tokens and done.finish_reason == "length"
         if versions_of(done) == [1, 2]:
             boundaries += 1
             end = done.versions[0][2]
