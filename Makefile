@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet uv || true
 	if test -x $(BIN)/uv && \
 	    env $${PIP_INDEX_URL:+UV_DEFAULT_INDEX="$$PIP_INDEX_URL"} $${PIP_EXTRA_INDEX_URL:+UV_INDEX="$$PIP_EXTRA_INDEX_URL"} \
-	    $(BIN)/uv pip install --python $(BIN)/python -e '.[train,lora,megatron,kafka,kafka-fast,export,ray,sglang,dev]'; \
+	    $(BIN)/uv pip install --compile-bytecode --python $(BIN)/python -e '.[train,lora,megatron,kafka,kafka-fast,export,ray,sglang,dev]'; \
 	then :; else $(BIN)/python -m pip install -e '.[train,lora,megatron,kafka,kafka-fast,export,ray,sglang,dev]'; fi
 	touch $@
 

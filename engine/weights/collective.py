@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ _ARRIVED, _REFUSED = "millstream/arrived", "millstream/refused"
 _LOOK_S = 0.1  # between two looks whether another rank cannot be a member, while NCCL connects
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.001  # between two looks at a broadcast that is under way
 _NAP_SHARE = 1 / 16  # of the time that it has taken so far: the end is noticed no later than that
+
+_UNDER_WAY = 2  # broadcasts over Gloo at a time: nothing stands still while the end of one is noticed
 
 _WATCHDOG_S = 600.0  # beyond the deadline: by then the group has long been aborted
 _ENVIRONMENT = threading.Lock()
@@ -516,16 +519,17 @@ def _send_in_turn(
     deadline: float,
     give_up: GiveUp,
 ) -> None:
-    wait: Callable[[], None] | None = None
+    begun: deque[Callable[[], None]] = deque()
     for place, bucket in enumerate(buckets):
+        while len(begun) >= _UNDER_WAY:  # then the buffer of the one before the last is free, too
+            begun.popleft()()
         part = _as_it_lies(bucket, tensors, buffers.device)
         if part is None:
             part = fill(buffers.of(_largest(buckets))[place % 2], bucket, tensors)
-        if wait is not None:
-            wait()
-        wait = group.start(part, deadline, give_up) if part.numel() else None
-    if wait is not None:
-        wait()
+        if part.numel():
+            begun.append(group.start(part, deadline, give_up))
+    while begun:
+        begun.popleft()()
 
 
 def _send_queued(
@@ -616,16 +620,17 @@ def receive_all(
 ) -> dict[str, Any]:
     """All tensors, as views of `memory` (of `memory_for`). Raises TransferError; then it holds a mixture."""
     received: dict[str, Any] = {}
-    waits: list[Callable[[], None]] = []
+    begun: deque[Callable[[], None]] = deque()
+    # NCCL queues them, and needs nobody between one and the next
+    most = {"ipc": 1, "gloo": _UNDER_WAY}.get(group.backend, len(buckets))
     for bucket, buffer in zip(buckets, memory, strict=True):
+        while len(begun) >= most:
+            begun.popleft()()
         if buffer.numel():
-            waits.append(group.start(buffer, deadline, give_up))
-        if group.backend in ("gloo", "ipc"):  # NCCL queues them, and needs nobody between one and the next
-            while waits:
-                waits.pop()()
+            begun.append(group.start(buffer, deadline, give_up))
         received.update(views(buffer, bucket))
-    for wait in waits:
-        wait()
+    while begun:
+        begun.popleft()()
     return received
 
 
