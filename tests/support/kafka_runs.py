@@ -222,15 +222,19 @@ def put_all(log: EventLog, topics: Topics, word: str, found: Sequence[Event], pa
 def put_groups(
     log: EventLog, topics: Topics, first: int, count: int, n_samples: int = 4, *, completed: bool = False
 ) -> None:
-    """Tasks and finished samples of groups `first`, `first` + 1, … in partition 0, whose offsets are their seqs; also
-    their outcomes, if they are `completed`. Their answers are right, and their tokens of version 0, made in the first
-    epoch of an orderly run."""
+    """Tasks and finished samples of groups `first`, `first` + 1, … in partition 0, where the offsets of the tasks are
+    their seqs; also their outcomes, if they are `completed`. Their answers are right, and their tokens of version 0,
+    made in the first epoch of an orderly run. A rollout daemon that runs beside this may write samples in between."""
     seqs = range(first, first + count)
     put_all(log, topics, "tasks", [task(seq, n_samples) for seq in seqs])
     samples = [finished(seq, index, seq, n_samples=n_samples) for seq in seqs for index in range(n_samples)]
-    put_all(log, topics, "trajectories", samples)
+    at = put_all(log, topics, "trajectories", samples)
     if completed:
-        put_all(log, topics, "groups", [completed_group(seq, n_samples=n_samples) for seq in seqs])
+        outcomes = [
+            completed_group(seq, n_samples=n_samples, offsets=list(range(here, here + n_samples)))
+            for seq, here in zip(seqs, range(at, at + len(samples), n_samples), strict=True)
+        ]
+        put_all(log, topics, "groups", outcomes)
 
 
 def partitions_of_groups(log: EventLog, topics: Topics) -> dict[str, set[int]]:
