@@ -42,7 +42,7 @@ import torch  # noqa: E402
 
 from benchmarks.weights_fleet import CONTEXT, Holder, Trainer  # noqa: E402
 from engine.rollout.loading import Loader  # noqa: E402
-from engine.weights import collective, delta_device, delta_words, shared  # noqa: E402
+from engine.weights import broadcasts, bucketing, collective, delta_device, delta_words, shared  # noqa: E402
 from engine.weights import store as storing  # noqa: E402
 from engine.weights import tensors as files  # noqa: E402
 from engine.weights.delta_writer import State, state_of, write_delta  # noqa: E402
@@ -89,7 +89,7 @@ class Bench:
         return time.perf_counter() - began
 
     def snapshot(self, tensors: dict[str, Any]) -> Any:
-        return DeviceSnapshot(tensors) if self.on_gpu else collective.side_by_side(tensors)
+        return DeviceSnapshot(tensors) if self.on_gpu else bucketing.side_by_side(tensors)
 
 
 def shapes(small: bool) -> dict[str, tuple[int, ...]]:
@@ -309,12 +309,12 @@ def reading_process(infos: list[Any], device: str, line: Any) -> None:
         group = collective.join(
             "127.0.0.1", port, 1, 2, "bench", "ipc", timedelta(seconds=120), device=device
         )
-        buckets = collective.plan(infos, bucket)
-        memory = collective.memory_for(buckets, device)
+        buckets = bucketing.plan(infos, bucket)
+        memory = bucketing.memory_for(buckets, device)
         received: dict[str, Any] = {}
         for _ in range(SENDS):
-            received = collective.receive_all(group, buckets, memory, time.monotonic() + 60)
-        line.send(files.digest(collective.with_tied(infos, received)))
+            received = broadcasts.receive_all(group, buckets, memory, time.monotonic() + 60)
+        line.send(files.digest(bucketing.with_tied(infos, received)))
         group.close()
 
 
@@ -353,9 +353,9 @@ def _sends(bench: Bench, line: Any, sent: Any, infos: list[Any], bucket: int) ->
         "127.0.0.1", 0, 0, 2, "bench", "ipc", timeout, listener=listener, device=bench.device
     )
     try:
-        plan, room = collective.plan(infos, bucket), collective.Buffers(bench.device)
+        plan, room = bucketing.plan(infos, bucket), bucketing.Buffers(bench.device)
         taken = [
-            collective.send_all(group, sent, plan, room, time.monotonic() + 60).seconds for _ in range(SENDS)
+            broadcasts.send_all(group, sent, plan, room, time.monotonic() + 60).seconds for _ in range(SENDS)
         ]
         if not line.poll(60):
             raise TimeoutError("the reader did not answer")

@@ -45,7 +45,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from engine.interfaces import EngineError, Sampling
 from engine.rollout.receiving import Join, Receive, Transfers
 from engine.tasks import GUESS, tiny
-from engine.weights import collective
+from engine.weights import broadcasts, bucketing, collective
 from engine.weights import tensors as files
 from engine.weights.membership import Members
 from engine.weights.sender import Sender
@@ -249,7 +249,7 @@ class Trainer:
         self.store = WeightStore(folder / "weights", keep=3)
         loaded: Any = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
         loaded = loaded.to("cuda:0")
-        self.tensors = collective.side_by_side(loaded.state_dict())
+        self.tensors = bucketing.side_by_side(loaded.state_dict())
         del loaded
         # tied names go once
         self.n_bytes = sum({each.data_ptr(): each.nbytes for each in self.tensors.values()}.values())
@@ -413,11 +413,11 @@ ROUNDS = 8
 def receiver_process(port: int, infos: list[Any], cases: list[tuple[str, str]], queue: Any) -> None:
     group = collective.join("127.0.0.1", port, 1, 2, "bench", "nccl", timedelta(seconds=60), device="cuda:1")
     for _, bucket in cases:
-        buckets = collective.plan(infos, BUCKETS[bucket])
-        memory = collective.memory_for(buckets, "cuda:1")
+        buckets = bucketing.plan(infos, BUCKETS[bucket])
+        memory = bucketing.memory_for(buckets, "cuda:1")
         for _ in range(ROUNDS):
-            tensors = collective.receive_all(group, buckets, memory, time.monotonic() + 60)
-        queue.put(digest(collective.with_tied(infos, tensors)))
+            tensors = broadcasts.receive_all(group, buckets, memory, time.monotonic() + 60)
+        queue.put(digest(bucketing.with_tied(infos, tensors)))
         del memory, tensors
         torch.cuda.empty_cache()
     time.sleep(1)
@@ -441,12 +441,12 @@ def transport(trainer: Trainer, size: str, ways: list[str], bare_s: float) -> No
     host = snapshot(trainer.tensors)
     raws, right = {name: files.raw(tensor) for name, tensor in host.items()}, digest(host)
     torch.cuda.synchronize(0)
-    buffers = collective.Buffers("cuda:0")
+    buffers = bucketing.Buffers("cuda:0")
     for way, bucket in cases:
         sent = trainer.tensors if way == "device" else raws
-        buckets, taken = collective.plan(infos, BUCKETS[bucket]), []
+        buckets, taken = bucketing.plan(infos, BUCKETS[bucket]), []
         for _ in range(ROUNDS):
-            taken.append(collective.send_all(group, sent, buckets, buffers, time.monotonic() + 60).seconds)
+            taken.append(broadcasts.send_all(group, sent, buckets, buffers, time.monotonic() + 60).seconds)
         s, gb = statistics.median(taken[2:]), trainer.n_bytes / 1e9
         came = queue.get(timeout=60)
         row(

@@ -201,7 +201,7 @@ class GroupReceiver:
         Raises EngineError("transfer_failed"), or EngineError("weights_mismatch") when the digest is another; after
         the first the group is left, after the second it is as good as before.
         """
-        from engine.weights import collective, snapshots
+        from engine.weights import broadcasts, bucketing, snapshots
 
         with self._lock:
             joined = self._groups.get(group)
@@ -209,16 +209,16 @@ class GroupReceiver:
             raise EngineError(TRANSFER_FAILED, f"group {group} is not joined")
         deadline = time.monotonic() + joined.deadline_s
         try:
-            buckets = collective.plan(published.tensors, bucket_bytes)
-            self._spare = memory = collective.memory_for(buckets, self._device, self._spare)
-            received = collective.receive_all(
+            buckets = bucketing.plan(published.tensors, bucket_bytes)
+            self._spare = memory = bucketing.memory_for(buckets, self._device, self._spare)
+            received = broadcasts.receive_all(
                 joined.group,
                 buckets,
                 memory,
                 deadline,
                 lambda: "the group was left meanwhile" if group in self._closed else "",
             )
-            tensors = collective.with_tied(published.tensors, received)
+            tensors = bucketing.with_tied(published.tensors, received)
         except Exception as error:  # of the group, or of this machine, as when there is no memory for it
             self.leave(group)
             if self._device != "cpu":

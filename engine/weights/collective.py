@@ -1,4 +1,4 @@
-"""Groups for broadcasts of weights, as SGLang makes them, and the buckets in which weights go through one.
+"""Groups for broadcasts of weights, as SGLang makes them.
 
     trainer: listen ─► (engines are told) ─► join(rank 0) ─► broadcast(bucket) … ─► close
     engine:            join(rank ≥ 1, blocks until all are there) ─► broadcast(bucket) … ─► close
@@ -6,9 +6,6 @@
 A group stands beside the default one of torch.distributed and needs none: its ranks meet in a TCPStore, under the
 group's name (as `init_custom_process_group` in SGLang's srt/utils/common.py does), so one trainer feeds our own
 engines and SGLang servers in the same group. No call here waits longer than its deadline.
-
-A bucket is one uint8 tensor: the tensors of `plan`, one after the other without gaps. Both sides make the same plan
-from the published list, so nothing but bytes is sent; the digest of the version says whether they were the right ones.
 """
 
 from __future__ import annotations
@@ -17,32 +14,20 @@ import os
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from engine import devices
-from engine.weights import tensors as files
-from engine.weights.tensors import RawTensor, WeightsError
 from streams.errors import MillstreamError
-from streams.events import TensorInfo
-
-if TYPE_CHECKING:
-    from engine.weights.shared import Owner, Reader
 
 PORTS_TRIED = 100
 _ARRIVED, _REFUSED = "millstream/arrived", "millstream/refused"
 _LOOK_S = 0.1  # between two looks whether another rank cannot be a member, while NCCL connects
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 0.00005, 0.001  # between two looks at a broadcast that is under way
 _NAP_SHARE = 1 / 16  # of the time that it has taken so far: the end is noticed no later than that
-
-_UNDER_WAY = 2  # broadcasts over Gloo at a time: nothing stands still while the end of one is noticed
-
 _WATCHDOG_S = 600.0  # beyond the deadline: by then the group has long been aborted
 _ENVIRONMENT = threading.Lock()
 _CLOSE_S = 0.5
@@ -54,92 +39,10 @@ class TransferError(MillstreamError):
     """A group could not be formed, or a broadcast did not come to its end; the message says why."""
 
 
-def _never() -> str:
+def never() -> str:
     return ""
 
 
-# ---------------------------------------------------------------- buckets
-def plan(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:
-    """Which tensors go in which bucket, in the order of the published list; the same on every side.
-
-    A tied tensor is in none: its bytes go once, under the other name. A tensor larger than `bucket_bytes` has a bucket
-    of its own. Within a bucket the widest types come first: so every
-    tensor begins at a multiple of its item, without gaps, as SGLang's flattened buckets demand.
-
-    >>> infos = [TensorInfo("a", [3], "BF16", 6), TensorInfo("b", [2], "F32", 8), TensorInfo("c", [9], "F32", 36)]
-    >>> [[info.name for info in bucket] for bucket in plan(infos, 16)]
-    [['b', 'a'], ['c']]
-    """
-    buckets: list[list[TensorInfo]] = []
-    room = 0
-    for info in tensors:
-        if info.tied:
-            continue
-        if not buckets or info.nbytes > room:
-            buckets.append([])
-            room = max(bucket_bytes, info.nbytes)
-        buckets[-1].append(info)
-        room -= info.nbytes
-    for bucket in buckets:
-        bucket.sort(key=lambda info: -files.item_bytes(info.dtype))
-    return buckets
-
-
-def size_of(bucket: Sequence[TensorInfo]) -> int:
-    return sum(info.nbytes for info in bucket)
-
-
-def check_layout(tensors: Sequence[TensorInfo]) -> None:
-    """Raise WeightsError for a published list whose sizes are not those of its shapes: no plan can be made of it."""
-    for info in tensors:
-        if files.size_of(info) != info.nbytes:
-            raise WeightsError(
-                f"{info.name} is published with {info.nbytes} bytes, its shape has {files.size_of(info)}"
-            )
-    own = {info.name for info in tensors if not info.tied}
-    for info in tensors:
-        if info.tied and info.tied not in own:
-            raise WeightsError(
-                f"{info.name} is published as tied to {info.tied}, which has no bytes of its own"
-            )
-
-
-def fill(buffer: Any, bucket: Sequence[TensorInfo], tensors: Mapping[str, Any]) -> Any:
-    """Copy a bucket's tensors (RawTensor, or torch's on the device) into `buffer` (uint8); returns what is filled."""
-    at = 0
-    for info in bucket:
-        if info.nbytes:
-            buffer[at : at + info.nbytes].copy_(_flat(tensors[info.name]))
-        at += info.nbytes
-    return buffer[:at]
-
-
-def _flat(tensor: Any) -> Any:
-    import torch
-
-    if isinstance(tensor, RawTensor):
-        return torch.from_numpy(tensor.data)
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def views(buffer: Any, bucket: Sequence[TensorInfo]) -> dict[str, Any]:
-    """The tensors of a bucket that was received: views of its memory, no copies."""
-    import torch
-
-    found, at = {}, 0
-    for info in bucket:
-        dtype = getattr(torch, files.dtype_name(info.dtype))
-        found[info.name] = buffer[at : at + info.nbytes].view(dtype).reshape(info.shape)
-        at += info.nbytes
-    return found
-
-
-def with_tied(tensors: Sequence[TensorInfo], received: Mapping[str, Any]) -> dict[str, Any]:
-    """All tensors of the published list, in its order; tied ones share memory."""
-    return {info.name: received[info.tied or info.name] for info in tensors}
-
-
-# ---------------------------------------------------------------- groups
 class Listener:
     """The trainer's end of a group that is not formed yet: it listens when this is constructed.
 
@@ -202,7 +105,7 @@ class Group:
         self._is_connected = backend == "gloo"  # NCCL's ranks connect in their first broadcast
         self._stream: Any = None
 
-    def start(self, tensor: Any, deadline: float, give_up: GiveUp = _never) -> Callable[[], None]:
+    def start(self, tensor: Any, deadline: float, give_up: GiveUp = never) -> Callable[[], None]:
         """Begin to send (rank 0) or to receive `tensor`; what is returned waits for the end.
 
         `deadline` by time.monotonic; `give_up` is asked all the while. Both raise TransferError; then the group is of
@@ -466,208 +369,6 @@ def own_address(hosts: Sequence[str]) -> str:
         raise TransferError(
             f"this machine's name {here!r} has no address ({error}); set weights.master_address"
         ) from None
-
-
-class Measured(NamedTuple):
-    """Of one version that went through a group."""
-
-    nbytes: int
-    seconds: float
-
-
-class Buffers:
-    """Memory for buckets that are sent, used again for every version: fresh pages cost as much as the sending."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self._two: list[Any] = []
-
-    def of(self, nbytes: int) -> list[Any]:
-        """Two buffers, uint8 of at least so many bytes: one is filled while the other is on its way."""
-        import torch
-
-        if not self._two or self._two[0].numel() < nbytes:
-            self._two = []  # before the new ones: never four at a time
-            self._two = [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        return self._two
-
-
-def send_all(
-    group: Group | Owner,
-    tensors: Mapping[str, Any],
-    buckets: Sequence[Sequence[TensorInfo]],
-    buffers: Buffers,
-    deadline: float,
-    give_up: GiveUp = _never,
-) -> Measured:
-    """Broadcast all buckets in order. `tensors`: RawTensors, or for a device torch's that lie on it."""
-    began = time.monotonic()
-    if not isinstance(group, Group):  # it has memory of its own for buckets
-        group.send(tensors, buckets, deadline, give_up)
-    elif buffers.device == "cpu":
-        _send_in_turn(group, tensors, buckets, buffers, deadline, give_up)
-    else:
-        _send_queued(group, tensors, buckets, buffers, deadline, give_up)
-    return Measured(sum(map(size_of, buckets)), time.monotonic() - began)
-
-
-def _send_in_turn(
-    group: Group,
-    tensors: Mapping[str, Any],
-    buckets: Sequence[Sequence[TensorInfo]],
-    buffers: Buffers,
-    deadline: float,
-    give_up: GiveUp,
-) -> None:
-    begun: deque[Callable[[], None]] = deque()
-    for place, bucket in enumerate(buckets):
-        while len(begun) >= _UNDER_WAY:  # then the buffer of the one before the last is free, too
-            begun.popleft()()
-        part = _as_it_lies(bucket, tensors, buffers.device)
-        if part is None:
-            part = fill(buffers.of(_largest(buckets))[place % 2], bucket, tensors)
-        if part.numel():
-            begun.append(group.start(part, deadline, give_up))
-    while begun:
-        begun.popleft()()
-
-
-def _send_queued(
-    group: Group,
-    tensors: Mapping[str, Any],
-    buckets: Sequence[Sequence[TensorInfo]],
-    buffers: Buffers,
-    deadline: float,
-    give_up: GiveUp,
-) -> None:
-    """On a device copies and broadcasts follow one another without this thread, on a stream of their own."""
-    import torch
-
-    module: Any = torch.get_device_module(buffers.device)
-    begun: list[Any] = []
-    with module.device(buffers.device):
-        stream = module.Stream()
-        follow(stream, tensors, buffers.device)
-        with module.stream(stream):
-            for bucket in buckets:
-                part = _as_it_lies_on_device(bucket, tensors)
-                if part is None:
-                    if len(begun) >= 2:  # its buffer is free when the broadcast before the last has ended
-                        stream.wait_event(begun[-2].ended)
-                    part = fill(buffers.of(_largest(buckets))[len(begun) % 2], bucket, tensors)
-                if part.numel():
-                    begun.append(group.start(part, deadline, give_up))
-            for wait in begun:
-                wait()
-
-
-def follow(stream: Any, tensors: Mapping[str, Any], device: Any) -> None:
-    """What `stream` does from here on, it does after these tensors were made.
-
-    A DeviceSnapshot says when that was; of others all is waited for that was asked of the device until now.
-    """
-    import torch
-
-    ready = getattr(tensors, "ready", None)
-    if ready is not None:
-        stream.wait_event(ready)
-    else:
-        module: Any = torch.get_device_module(device)
-        stream.wait_stream(module.current_stream(device))
-
-
-def _largest(buckets: Sequence[Sequence[TensorInfo]]) -> int:
-    return max((size_of(bucket) for bucket in buckets), default=0)
-
-
-def side_by_side(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """A snapshot on the device, in one piece of memory: buckets of it need no copy. What is tied stays tied."""
-    import torch
-
-    distinct = {_same(each): each.detach() for each in tensors.values()}
-    copies: dict[Any, Any] = {}
-    device = next(iter(distinct.values())).device if distinct else "cpu"
-    n_bytes = sum(each.nbytes + each.itemsize for each in distinct.values())
-    room, at = torch.empty(n_bytes, dtype=torch.uint8, device=device), 0
-    for key, each in distinct.items():
-        at += -at % each.itemsize
-        copies[key] = room[at : at + each.nbytes].view(each.dtype).reshape(each.shape).copy_(each)
-        at += each.nbytes
-    return {name: copies[_same(each)] for name, each in tensors.items()}
-
-
-def _same(tensor: Any) -> Any:
-    """Equal for tensors that are the same elements of the same memory."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
-def memory_for(buckets: Sequence[Sequence[TensorInfo]], device: str, old: Sequence[Any] = ()) -> list[Any]:
-    """A buffer (uint8) for each bucket; those of `old` if they have the sizes."""
-    import torch
-
-    sizes = [size_of(bucket) for bucket in buckets]
-    if [buffer.numel() for buffer in old] == sizes:
-        return list(old)
-    return [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-
-
-def receive_all(
-    group: Group | Reader,
-    buckets: Sequence[Sequence[TensorInfo]],
-    memory: Sequence[Any],
-    deadline: float,
-    give_up: GiveUp = _never,
-) -> dict[str, Any]:
-    """All tensors, as views of `memory` (of `memory_for`). Raises TransferError; then it holds a mixture."""
-    received: dict[str, Any] = {}
-    begun: deque[Callable[[], None]] = deque()
-    # NCCL queues them, and needs nobody between one and the next
-    most = {"ipc": 1, "gloo": _UNDER_WAY}.get(group.backend, len(buckets))
-    for bucket, buffer in zip(buckets, memory, strict=True):
-        while len(begun) >= most:
-            begun.popleft()()
-        if buffer.numel():
-            begun.append(group.start(buffer, deadline, give_up))
-        received.update(views(buffer, bucket))
-    while begun:
-        begun.popleft()()
-    return received
-
-
-def _as_it_lies(bucket: Sequence[TensorInfo], tensors: Mapping[str, Any], device: str) -> Any | None:
-    """A bucket whose tensors lie side by side in main memory, as those of a snapshot do, needs no copy."""
-    import torch
-
-    first = tensors[bucket[0].name].data
-    at: int = first.__array_interface__["data"][0]
-    for info in bucket:
-        data = tensors[info.name].data
-        if data.__array_interface__["data"][0] != at:
-            return None
-        at += data.nbytes
-    if device != "cpu" or not first.flags.writeable:
-        return None
-    return torch.from_numpy(np.lib.stride_tricks.as_strided(first, (size_of(bucket),), (1,)))
-
-
-def _as_it_lies_on_device(bucket: Sequence[TensorInfo], tensors: Mapping[str, Any]) -> Any | None:
-    """The same of tensors on a device, as those of `side_by_side`."""
-    import torch
-
-    first: Any = tensors[bucket[0].name]
-    if isinstance(first, RawTensor):
-        return None
-    storage, at = first.untyped_storage(), first.data_ptr()
-    offset = at - storage.data_ptr()
-    for info in bucket:
-        tensor: Any = tensors[info.name]
-        if isinstance(tensor, RawTensor) or tensor.data_ptr() != at or not tensor.is_contiguous():
-            return None
-        at += info.nbytes
-    if offset + size_of(bucket) > storage.nbytes():  # neighbours by chance
-        return None
-    whole = torch.empty(0, dtype=torch.uint8, device=first.device)
-    return whole.set_(storage, offset, (size_of(bucket),), (1,))
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine import devices
-from engine.weights import collective
-from engine.weights.collective import TransferError, follow
+from engine.weights import bucketing
+from engine.weights.broadcasts import follow
+from engine.weights.collective import TransferError
 from streams.events import TensorInfo
 
 _HANDLE_BYTES = 64
@@ -69,7 +70,7 @@ class DeviceRooms:
         with torch.cuda.device(self._here):
             follow(self._stream, tensors, self._here)
             with torch.cuda.stream(self._stream):
-                collective.fill(room, bucket, tensors)
+                bucketing.fill(room, bucket, tensors)
             self._stream.synchronize()
 
     def handed_over(self) -> None:

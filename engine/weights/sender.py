@@ -31,7 +31,7 @@ import msgspec
 
 from consumers.runner import Clock, now_ms
 from engine import devices
-from engine.weights import collective
+from engine.weights import broadcasts, bucketing, collective
 from engine.weights.collective import Listener, TransferError
 from engine.weights.membership import Candidate, Members
 from engine.weights.snapshots import raw_tensors
@@ -99,7 +99,7 @@ class Sender:
     ) -> None:
         self._members, self._append, self._epoch, self._clock = members, append, epoch, clock
         self._bucket_bytes, self._deadline, self._backend = bucket_bytes, deadline, backend
-        self._address, self._port, self._buffers = address, port, collective.Buffers(device)
+        self._address, self._port, self._buffers = address, port, bucketing.Buffers(device)
         self.transport = IPC if backend == IPC else "distributed"
         self._blame_s = blame.total_seconds()
         self.sent: Sent | None = None
@@ -123,7 +123,7 @@ class Sender:
             if self._job is not None or self._closing:
                 return published  # the one before is still on its way
         try:
-            collective.check_layout(published.tensors)
+            bucketing.check_layout(published.tensors)
             self._form()
         except (LogFull, LogUnavailable):
             raise
@@ -298,10 +298,10 @@ class Sender:
         nbytes = 0
         try:
             group = self._joined(formed)
-            buckets = collective.plan(job.published.tensors, self._bucket_bytes)
+            buckets = bucketing.plan(job.published.tensors, self._bucket_bytes)
             deadline = time.monotonic() + self._deadline.total_seconds()
             give_up = self._give_up(formed)
-            nbytes = collective.send_all(group, job.tensors, buckets, self._buffers, deadline, give_up).nbytes
+            nbytes = broadcasts.send_all(group, job.tensors, buckets, self._buffers, deadline, give_up).nbytes
         except Exception as failure:
             error = str(failure) or type(failure).__name__
         seconds, lost = time.monotonic() - began, []

@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import Any
 
 from engine import devices
-from engine.weights import collective
+from engine.weights import bucketing
 from engine.weights.collective import GiveUp, TransferError
 from engine.weights.shared_memory import HostRooms, HostView
 from engine.weights.shared_words import Copied, Filled, Hello, Line, Met, Opened, Rooms, wait_for_any
@@ -119,11 +119,11 @@ class Owner(_Rank):
         deadline: float,
         give_up: GiveUp,
     ) -> None:
-        largest = max((collective.size_of(bucket) for bucket in buckets), default=0)
+        largest = max((bucketing.size_of(bucket) for bucket in buckets), default=0)
         if largest and (self._rooms is None or self._rooms.nbytes < largest):
             self._make_rooms(largest, deadline, give_up)
         for bucket in buckets:
-            if collective.size_of(bucket):
+            if bucketing.size_of(bucket):
                 self._wait_until_copied(self._number - _ROOMS, deadline, give_up)
                 self._post(bucket, tensors)
         self._wait_until_copied(self._number - 1, deadline, give_up)
@@ -132,7 +132,7 @@ class Owner(_Rank):
         number, self._number = self._number, self._number + 1
         self._rooms.fill(number, bucket, tensors)
         for line in self._lines:
-            line.say(Filled(number, collective.size_of(bucket)))
+            line.say(Filled(number, bucketing.size_of(bucket)))
 
     def _make_rooms(self, nbytes: int, deadline: float, give_up: GiveUp) -> None:
         """The old ones are freed when all ranks have closed them, or with the group."""

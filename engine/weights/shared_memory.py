@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.weights import collective
+from engine.weights import bucketing
 from engine.weights.collective import TransferError
 from streams.events import TensorInfo
 
@@ -37,7 +37,7 @@ class HostRooms:
     def fill(self, number: int, bucket: Sequence[TensorInfo], tensors: Mapping[str, Any]) -> None:
         import torch
 
-        collective.fill(
+        bucketing.fill(
             torch.frombuffer(self._mapped[number % len(self._mapped)], dtype=torch.uint8), bucket, tensors
         )
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from engine import devices
 from engine.weights import tensors as files
-from engine.weights.collective import side_by_side
+from engine.weights.bucketing import side_by_side
 from engine.weights.tensors import RawTensor
 
 logger = logging.getLogger(__name__)

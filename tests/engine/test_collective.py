@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from engine.weights import collective  # noqa: E402
+from engine.weights import broadcasts, bucketing, collective  # noqa: E402
 from engine.weights import tensors as files  # noqa: E402
-from engine.weights.collective import Listener, TransferError, join, plan  # noqa: E402
+from engine.weights.bucketing import plan  # noqa: E402
+from engine.weights.collective import Listener, TransferError, join  # noqa: E402
 from engine.weights.tensors import WeightsError, raw  # noqa: E402
 from streams.events import TensorInfo  # noqa: E402
 
@@ -75,8 +76,8 @@ def test_a_bucket_that_was_filled_gives_back_the_same_bits() -> None:
     }
     (bucket,) = plan(infos_of(tensors), 1 << 16)
     buffer = torch.zeros(1000, dtype=torch.uint8)
-    part = collective.fill(buffer, bucket, {name: raw(tensor) for name, tensor in tensors.items()})
-    back = collective.views(part.clone(), bucket)
+    part = bucketing.fill(buffer, bucket, {name: raw(tensor) for name, tensor in tensors.items()})
+    back = bucketing.views(part.clone(), bucket)
     assert files.digest(back) == files.digest(tensors)
 
 
@@ -84,16 +85,16 @@ def test_what_a_snapshot_holds_is_sent_without_a_copy() -> None:
     tensors = files.snapshot({f"w{place}": torch.randn(3, 5) for place in range(4)})
     raws = {name: raw(tensor) for name, tensor in tensors.items()}
     (bucket,) = plan(infos_of(tensors), 1 << 16)
-    part = collective._as_it_lies(bucket, raws, "cpu")
+    part = bucketing.as_it_lies(bucket, raws, "cpu")
     assert part is not None and part.data_ptr() == tensors["w0"].data_ptr()
-    assert files.digest(collective.views(part, bucket)) == files.digest(tensors)
+    assert files.digest(bucketing.views(part, bucket)) == files.digest(tensors)
     apart = {name: raw(tensor.clone()) for name, tensor in tensors.items()}
-    assert collective._as_it_lies(bucket, apart, "cpu") is None
+    assert bucketing.as_it_lies(bucket, apart, "cpu") is None
 
 
 def test_a_list_whose_sizes_are_not_those_of_its_shapes_is_refused() -> None:
     with pytest.raises(WeightsError, match="w is published with 12 bytes, its shape has 16"):
-        collective.check_layout([TensorInfo("w", [4], "F32", 12)])
+        bucketing.check_layout([TensorInfo("w", [4], "F32", 12)])
 
 
 def test_a_port_that_is_taken_is_passed_over_and_none_left_is_said_with_the_setting_that_helps() -> None:
@@ -143,12 +144,12 @@ def receive(port: int, infos: list[TensorInfo], answer: Any) -> None:
     """In a process of its own: rank 1 takes one version, then waits for another that does not come."""
     group = join("127.0.0.1", port, 1, 2, "pair", "gloo", TIMEOUT)
     buckets = plan(infos, 64)
-    memory = collective.memory_for(buckets, "cpu")
-    assert collective.memory_for(buckets, "cpu", memory)[0] is memory[0]
-    answer.send(files.digest(collective.receive_all(group, buckets, memory, time.monotonic() + 20)))
+    memory = bucketing.memory_for(buckets, "cpu")
+    assert bucketing.memory_for(buckets, "cpu", memory)[0] is memory[0]
+    answer.send(files.digest(broadcasts.receive_all(group, buckets, memory, time.monotonic() + 20)))
     began = time.monotonic()
     try:
-        collective.receive_all(group, buckets, memory, began + 1)
+        broadcasts.receive_all(group, buckets, memory, began + 1)
     except TransferError:
         answer.send(time.monotonic() - began)
     group.close()
@@ -166,15 +167,15 @@ def test_what_is_sent_in_buckets_arrives_bit_for_bit_and_a_receiver_waits_no_lon
     try:
         group = join("127.0.0.1", listener.port, 0, 2, "pair", "gloo", TIMEOUT, listener=listener)
         raws = {name: raw(tensor) for name, tensor in tensors.items()}
-        buckets, buffers = plan(infos_of(tensors), 64), collective.Buffers("cpu")
-        measured = collective.send_all(group, raws, buckets, buffers, time.monotonic() + 20)
+        buckets, buffers = plan(infos_of(tensors), 64), bucketing.Buffers("cpu")
+        measured = broadcasts.send_all(group, raws, buckets, buffers, time.monotonic() + 20)
         assert measured.nbytes == sum(each.nbytes for each in infos_of(tensors))
         assert mine.poll(30) and mine.recv() == files.digest(tensors)
         assert mine.poll(30) and 0.9 < mine.recv() < 10
         process.join(20)
         with pytest.raises(TransferError, match="group pair"):  # the other end is gone
             for _ in range(2):
-                collective.send_all(group, raws, buckets, buffers, time.monotonic() + 20)
+                broadcasts.send_all(group, raws, buckets, buffers, time.monotonic() + 20)
         group.close()
         group.close()
         with pytest.raises(TransferError, match="group pair is closed"):

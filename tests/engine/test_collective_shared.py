@@ -18,9 +18,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from engine.weights import collective, shared  # noqa: E402
+from engine.weights import broadcasts, bucketing, collective, shared  # noqa: E402
 from engine.weights import tensors as files  # noqa: E402
-from engine.weights.collective import Listener, TransferError, join, plan  # noqa: E402
+from engine.weights.bucketing import plan  # noqa: E402
+from engine.weights.collective import Listener, TransferError, join  # noqa: E402
 from engine.weights.tensors import raw  # noqa: E402
 from streams.events import TensorInfo  # noqa: E402
 
@@ -47,16 +48,16 @@ def infos_of(tensors: dict[str, Any]) -> list[TensorInfo]:
 def send(group: Any, tensors: dict[str, Any], bucket_bytes: int = 64, give_up: Any = lambda: "") -> int:
     raws, buckets = {name: raw(each) for name, each in tensors.items()}, plan(infos_of(tensors), bucket_bytes)
     end = time.monotonic() + 20
-    return collective.send_all(group, raws, buckets, collective.Buffers("cpu"), end, give_up).nbytes
+    return broadcasts.send_all(group, raws, buckets, bucketing.Buffers("cpu"), end, give_up).nbytes
 
 
 def receive(
     group: Any, infos: list[TensorInfo], bucket_bytes: int = 64, seconds: float = 20
 ) -> dict[str, Any]:
     buckets = plan(infos, bucket_bytes)
-    memory = collective.memory_for(buckets, "cpu")
-    received = collective.receive_all(group, buckets, memory, time.monotonic() + seconds)
-    return collective.with_tied(infos, received)
+    memory = bucketing.memory_for(buckets, "cpu")
+    received = broadcasts.receive_all(group, buckets, memory, time.monotonic() + seconds)
+    return bucketing.with_tied(infos, received)
 
 
 class Pair:

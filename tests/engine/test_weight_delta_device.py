@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from engine.weights import delta_device  # noqa: E402
 from engine.weights import delta_writer as writing  # noqa: E402
-from engine.weights.collective import side_by_side  # noqa: E402
+from engine.weights.bucketing import side_by_side  # noqa: E402
 from engine.weights.delta_writer import DeltaPolicy, FullIsDue, state_of, write_delta  # noqa: E402
 
 INTEGERS = {"F64": torch.int64, "F32": torch.int32, "BF16": torch.int16, "F8": torch.uint8}

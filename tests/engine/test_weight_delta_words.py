@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 
 from engine.weights import delta_words  # noqa: E402
 from engine.weights import delta_writer as writing  # noqa: E402
-from engine.weights.collective import side_by_side  # noqa: E402
+from engine.weights.bucketing import side_by_side  # noqa: E402
 from engine.weights.delta_words import Kernels  # noqa: E402
 from engine.weights.delta_writer import state_of, write_delta  # noqa: E402
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from engine.weights import snapshots  # noqa: E402
 from engine.weights import tensors as files  # noqa: E402
-from engine.weights.collective import side_by_side  # noqa: E402
+from engine.weights.bucketing import side_by_side  # noqa: E402
 from engine.weights.snapshots import DeviceSnapshot, Snapshots, raw_tensors  # noqa: E402
 
 

@@ -49,7 +49,7 @@ from engine.rollout.sglang.groups import SPARE_S, Groups
 from engine.rollout.sglang.server import Server
 from engine.rollout.sglang.spans import label
 from engine.rollout.sglang.updates import Held, Updates
-from engine.weights import collective
+from engine.weights import bucketing
 from engine.weights.tensors import WeightsError
 from streams.errors import ConfigError
 from streams.events import TransferGroupFormed, WeightsPublished
@@ -222,11 +222,11 @@ class SGLangEngine:
             raise EngineError(TRANSFER_FAILED, f"version {published.version} came before, and not by {group}")
         formed, left = self._groups.joined(group)
         try:
-            collective.check_layout(published.tensors)
+            bucketing.check_layout(published.tensors)
         except WeightsError as error:
             raise EngineError(TRANSFER_FAILED, str(error)) from error
         buckets = [
-            each for each in collective.plan(published.tensors, bucket_bytes) if collective.size_of(each)
+            each for each in bucketing.plan(published.tensors, bucket_bytes) if bucketing.size_of(each)
         ]
         end = time.monotonic() + formed.deadline_s + SPARE_S
         task = self._begin_update(

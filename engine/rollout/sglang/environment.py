@@ -114,7 +114,9 @@ def _install(folder: Path, packages: Sequence[str], *options: str) -> None:
     python = str(interpreter(folder))
     commands = [[python, "-m", "pip", "install", *options, *packages]]
     if uv is not None:
-        commands.insert(0, [uv, "pip", "install", "--compile-bytecode", "--python", python, *options, *packages])
+        commands.insert(
+            0, [uv, "pip", "install", "--compile-bytecode", "--python", python, *options, *packages]
+        )
     for attempt, command in enumerate(commands, start=1):
         done = subprocess.run(command, env=environ, timeout=_INSTALL_S, check=attempt == len(commands))
         if done.returncode == 0:

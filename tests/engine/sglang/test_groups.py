@@ -25,7 +25,7 @@ from engine.rollout.sglang import groups as groups_module
 from engine.rollout.sglang import updates as updates_module
 from engine.rollout.sglang.engine import SGLangEngine
 from engine.rollout.sglang.server import free_port
-from engine.weights import collective
+from engine.weights import bucketing, collective
 from streams.events import EngineJoined, EngineReady, TransferGroupFormed
 from tests.engine.sglang.engine_support import PROMPT, SHORT, run, some_tokens
 from tests.support.sglang_double import Double, tensor_bytes
@@ -71,7 +71,7 @@ def test_versions_come_bucket_by_bucket_with_label_and_flush_on_the_last_alone(
     formed = fleet.publish(2).uris["distributed"]
     assert fleet.ways(1, 0) == ["disk"] and fleet.ways(2, 0) == ["distributed"]
     bodies = double.calls("/update_weights_from_distributed")
-    buckets = collective.plan(
+    buckets = bucketing.plan(
         fleet.trainer.store.publish(fleet.weights[0, 2], epoch=0, version=2, step=2).tensors, BUCKET_BYTES
     )
     assert [body["names"] for body in bodies] == [[info.name for info in bucket] for bucket in buckets]
