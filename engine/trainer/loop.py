@@ -14,9 +14,6 @@ A newer epoch in the ledger means that somebody else owns the run: Fenced is rai
 from __future__ import annotations
 
 import logging
-import os
-import secrets
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,35 +28,32 @@ from consumers.ledger import Ledger
 from consumers.losses import Losses
 from consumers.outbox import append_patiently
 from consumers.runner import Clock, Patience, Reader, Stop, now_ms, records_backwards, task_event
-from consumers.telemetry import SUMS
 from engine.interfaces import BadStep, TrainBatch, TrainerBackend
 from engine.trainer.checkpoint import prune_checkpoints, save_checkpoint
 from engine.trainer.lost import LOST, lost_groups
-from engine.trainer.mismatch import Maker, MismatchWatch, as_columns, compared_makers, recall
+from engine.trainer.mismatch import Maker, MismatchWatch, compared_makers, recall
+from engine.trainer.ownership import Ownership
 from engine.trainer.payloads import BadPayload, Payloads, train_batch
 from engine.trainer.probe import Probed, Score, probe
 from engine.trainer.publisher import Publisher
-from engine.trainer.resume import History, Start, resume
+from engine.trainer.reporting import step_events
+from engine.trainer.resume import Start, resume
 from engine.trainer.saver import Saver
 from engine.trainer.settings import LoopSettings
 from engine.weights.sender import Sender
 from engine.weights.store import WeightStore, digest
 from streams import codec
-from streams.errors import ConfigError, Fenced, LogFull, LogUnavailable, MillstreamError
+from streams.errors import LogFull, LogUnavailable, MillstreamError
 from streams.events import (
     BatchCut,
     CheckpointSaved,
     CutGroup,
-    EpochStarted,
     Event,
     GroupCompleted,
     GroupDropped,
     GroupsDropped,
-    Metrics,
     RunEnding,
     RunFinished,
-    RunStarted,
-    StepMeasured,
     StepSkipped,
     WeightsPublished,
 )
@@ -116,7 +110,6 @@ class Trainer:
         self.payloads = Payloads(log, topics, backend.refuses, with_teacher=backend.inputs.with_teacher)
         self.mismatch = MismatchWatch(settings.max_logprob_mismatch)
         self._history: list[tuple[Record, Event]] = []  # valid ledger records read before the epoch begins
-        self.epoch = -1
         self.step = self.version = 0
         self._bad_steps = 0
         self._drops: dict[str, int] = {}
@@ -126,12 +119,16 @@ class Trainer:
         self._stop: Stop = lambda: False
         self._make_sender, self._sender = make_sender, None
         self._score = score
-        self._incarnation = f"trainer-{os.getpid()}-{secrets.token_hex(4)} on {socket.gethostname()}"
+        self._ownership = Ownership(self.ledger, topics, settings, self._append, clock)
+
+    @property
+    def epoch(self) -> int:
+        return self._ownership.epoch
 
     # -- life
     def start(self) -> None:
         """Begin an epoch, recover, and publish the newest version."""
-        history = self._take_over()
+        history, self._history = self._ownership.begin(self._history), []
         start = resume(
             self.log,
             self.topics,
@@ -225,70 +222,13 @@ class Trainer:
         """In every long wait: obey a stop, and notice another trainer."""
         self._give_way()
         self.ledger.catch_up()
-        self._check_owner()
-
-    def _take_over(self) -> History:
-        """Begin an epoch; returns the valid records up to its own."""
-        history, self._history = self._history + self.ledger.catch_up(), []
-        if self.ledger.run is None:
-            self._append(
-                RunStarted(
-                    run=self.settings.run,
-                    config_fingerprint=self.settings.config_fingerprint,
-                    partitions=self.topics.partitions,
-                    rollout_batch_size=self.settings.rollout_batch_size,
-                    n_samples_per_prompt=self.settings.n_samples_per_prompt,
-                    seed=self.settings.seed,
-                    started_ms=self.clock(),
-                )
-            )
-            history += self.ledger.catch_up()
-        assert self.ledger.run is not None
-        self._check_manifest(self.ledger.run)  # another trainer's may have been first
-        started = EpochStarted(producer=self._incarnation, started_ms=self.clock(), limit=self.ledger.limit)
-        self.epoch = self._append(started)
-        history += self.ledger.catch_up()
-        if (
-            self.ledger.owner == self._incarnation
-        ):  # appended twice, since the first was not acknowledged in time
-            self.epoch = self.ledger.epoch
-        self._check_owner()
-        logger.info("trainer: epoch %d of run %s", self.epoch, self.settings.run)
-        return history
-
-    def _check_manifest(self, run: RunStarted) -> None:
-        """Another configuration could not replay this ledger to its weights."""
-        if run.partitions != self.topics.partitions:
-            raise ConfigError(
-                f"log.partitions = {self.topics.partitions}: run {run.run} was started with {run.partitions}, "
-                "fixed for its life; set it back, or choose another run.name"
-            )
-        if run.config_fingerprint != self.settings.config_fingerprint:
-            raise ConfigError(
-                f"the log holds run {run.run} of another configuration (fingerprint {run.config_fingerprint[:12]}…, "
-                f"this one is {self.settings.config_fingerprint[:12]}…); set the run's data settings back, or choose "
-                "another run.name or log.url"
-            )
-
-    def _check_owner(self) -> None:
-        if self.ledger.epoch <= self.epoch:
-            return
-        if self.ledger.owner == self._incarnation:
-            # What was written since then under the older epoch is void, so nothing of this state can be kept.
-            raise LogUnavailable(
-                f"a copy of this trainer's own EpochStarted (epoch {self.epoch}) landed late, as epoch "
-                f"{self.ledger.epoch}: the log had not acknowledged the first in time; the trainer starts again"
-            )
-        raise Fenced(
-            f"epoch {self.ledger.epoch} ({self.ledger.owner}) has taken over run {self.settings.run}; this trainer "
-            f"(epoch {self.epoch}) stops at step {self.step}"
-        )
+        self._ownership.check(self.step)
 
     # -- one round
     def round(self) -> bool:
         """Read, drop what must go, cut and train if there is enough; True if anything was written."""
         self.ledger.catch_up()
-        self._check_owner()
+        self._ownership.check(self.step)
         self._publisher.check()
         self._saver.check()
         self._read_groups()
@@ -443,7 +383,7 @@ class Trainer:
         self._append(cut)
         self.step += 1
         self.ledger.catch_up()
-        self._check_owner()
+        self._ownership.check(self.step)
         return cut
 
     def _skip(self, cut: BatchCut, bad: BadStep) -> None:
@@ -621,42 +561,8 @@ class Trainer:
         probed: Probed | None = None,
     ) -> None:
         sums = self.backend.trajectory_sums
-        engines, compared = as_columns(makers[: len(sums)])
-        measured = StepMeasured(
-            step=cut.step,
-            epoch=cut.epoch,
-            version=cut.version,
-            names=list(SUMS),
-            n_samples=len(sums),
-            sums=sums.astype("<f8").tobytes(),
-            values=metrics,
-            engines=engines,
-            compared=compared,
-            at_ms=self.clock(),
-        )
-        members = [member for group in cut.groups for member in group.members]
-        trained = [member for member in members if member.staleness >= 0]
-        values = dict(metrics) | self._compare(cut.step, makers, sums, probed)
-        values["reward_mean"] = sum(member.reward for member in members) / len(members)
-        values["tokens"] = float(sum(member.n_trainable_tokens for member in members))
-        values["staleness_mean"] = sum(member.staleness for member in trained) / max(1, len(trained))
-        values["staleness_max"] = float(max((member.staleness for member in trained), default=0))
-        values["groups_buffered"] = float(len(self.buffer))
-        values["version"] = float(self.version)
-        values["lost"] = float(self.losses.count)
-        values["checkpoint_s"] = self._saver.seconds
-        values["checkpoints_failed"] = float(self._saver.failed)
-        if self._sender is not None:
-            values |= self._sender.gauges()
-        for member in trained:
-            key = f"staleness/{member.staleness}"
-            values[key] = values.get(key, 0.0) + 1.0
-        for reason, count in self._drops.items():
-            values[f"dropped/{reason}"] = float(count)
-        event = Metrics(source="trainer", step=cut.step, values=values, at_ms=self.clock())
-        told: list[Event] = [measured, event]
-        if probed is not None:
-            told.append(probed.record(epoch=self.epoch, step=cut.step, names=SUMS, at_ms=self.clock()))
+        gauges = self._compare(cut.step, makers, sums, probed) | self._gauges()
+        told = step_events(cut, metrics, sums, makers, probed, gauges=gauges, at_ms=self.clock())
         records = [codec.encode(each, producer="trainer") for each in told]
         self.log.submit(self.topics.name("metrics"), 0, records)
         self.log.commit_hint(
@@ -666,6 +572,19 @@ class Trainer:
                 for partition, position in enumerate(cut.positions)
             },
         )
+
+    def _gauges(self) -> dict[str, float]:
+        """Of this process, as they are now."""
+        values = {
+            "groups_buffered": float(len(self.buffer)),
+            "version": float(self.version),
+            "lost": float(self.losses.count),
+            "checkpoint_s": self._saver.seconds,
+            "checkpoints_failed": float(self._saver.failed),
+        }
+        if self._sender is not None:
+            values |= self._sender.gauges()
+        return values | {f"dropped/{reason}": float(count) for reason, count in self._drops.items()}
 
     def _compare(
         self,
