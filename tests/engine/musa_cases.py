@@ -34,6 +34,7 @@ from engine.weights.snapshots import DeviceSnapshot, Snapshots, digest
 from engine.weights.store import digest as digest_of
 from engine.weights.tensors import digest_raw
 from streams.open import open_log
+from streams.topics import ALL_TOPICS
 from tests.engine.trainer_support import batch_of
 from tests.engine.transfer_daemons import (
     PARTITIONS,
@@ -218,8 +219,14 @@ def engine(folder: str, replica: int, *, dies_at: int = -1) -> None:
     """A rollout daemon whose model lies on musa. Target of a process; `dies_at`: killed in that version's broadcast."""
     fake_musa.install()
     _set_up(folder, f"rollout-{replica}")
+    log = open_log(f"file://{folder}/log")
+    eventually(
+        lambda: set(map(TOPICS.name, ALL_TOPICS)) <= set(log.topics()),
+        "the trainer to make the topics",
+        LONGEST_S,
+    )
     worker = RolloutWorker(
-        open_log(f"file://{folder}/log"),
+        log,
         TOPICS,
         SaysWhatItHolds(Path(folder) / "model", name=f"rollout-{replica}", device=MUSA),
         lambda *_: None,  # pyright: ignore[reportArgumentType]
