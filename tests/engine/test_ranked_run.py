@@ -19,6 +19,7 @@ from tests.engine.trainer_support import folder_of, tiny_qwen3
 from tests.support.rundirs import RunDir
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_of_two_ranks_goes_on_after_one_is_killed_and_is_replayed_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

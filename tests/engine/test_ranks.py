@@ -185,6 +185,7 @@ def test_a_follower_killed_in_a_step_ends_the_trainer_which_says_who_and_how(fol
     assert "killed by SIGKILL" in said
 
 
+@pytest.mark.slow
 def test_a_follower_that_hangs_in_a_step_ends_the_trainer_which_says_who(folder: Path, tmp_path: Path):
     """Stopped, it keeps its connections: rank 0 waits in a collective that nothing but its silence can end."""
     with trainer(folder, tmp_path / "log") as (process, follower):
@@ -195,6 +196,7 @@ def test_a_follower_that_hangs_in_a_step_ends_the_trainer_which_says_who(folder:
     assert f"rank 1 (process {follower} on {socket.gethostname()}): no sign of life for 15 s" in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_followers_end_with_a_rank_0_that_is_killed_in_a_step(folder: Path, tmp_path: Path):
     with trainer(folder, tmp_path / "log") as (process, follower):

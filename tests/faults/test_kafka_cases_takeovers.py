@@ -99,6 +99,7 @@ def _held(log: EventLog, topics: Topics) -> list[tuple[int, int]]:
 # -- replicas share partitions, and take them over
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_engines_and_reward_workers_share_the_partitions_when_one_is_killed_and_when_one_is_added(
     kafka: str, prefix: str, tmp_path: Path

@@ -28,6 +28,7 @@ def test_a_run_under_kills_and_stops_keeps_every_promise_on_the_embedded_log(tmp
     assert result.final_digest == result.replay_digest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_under_kills_of_its_daemons_and_of_the_broker_keeps_every_promise_on_kafka(
     tmp_path, own_kafka: Node

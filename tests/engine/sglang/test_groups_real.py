@@ -25,7 +25,7 @@ from tests.support.sglang import START, RealServer, require_sglang, start_server
 from tests.support.sglang_fleet import Fleet
 from tests.support.sglang_logprobs import TEMPERATURE, TOLERANCE, differences, worst_difference
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow]  # a second server, and minutes of generation
 EXACT = ("--disable-overlap-schedule", "--disable-radix-cache")
 LONG = Sampling(max_tokens=900, temperature=TEMPERATURE)  # longer than an update, on a fast machine too
 SHORT = Sampling(max_tokens=24, temperature=TEMPERATURE)
