@@ -141,13 +141,13 @@ def _probes(only: list[str], request: Request) -> list[Probe]:
 
 
 def _serve(request: Request, where: str) -> int:
-    from engine.doctor.operations import Operations, folders_of
+    from engine.doctor.operations import operations_of
     from engine.doctor.peers import PeerServer
 
     host, _, port = where.rpartition(":")
     if not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"--serve {where}: needed PORT or HOST:PORT")
-    operations = Operations(folders_of(request.config.run.dir, request.config.model.path))
+    operations = operations_of(request.config)
     stop = common.StopFlag().install()
     try:
         server = PeerServer(host, int(port), operations)

@@ -1,8 +1,9 @@
 """What one node does for another's doctor, and nothing else. Both ways to reach a node carry exactly these.
 
-    hello, clock, listen, connect, place, see, remove, digest
+    hello, clock, listen, connect, reach, place, see, remove, digest
 
-It connects to nobody but who asks, and touches no file but its own nonces in folders that its own configuration names.
+It connects to nobody but who asks and the addresses in its own configuration, and touches no file but its own nonces in
+folders that its own configuration names.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from engine.doctor.about import versions
 from engine.doctor.embedded import PREFIX, existing, write_synced
 from engine.doctor.network import interfaces
+from engine.settings import Config
+from streams.open import kafka_address
 
 SEEN_S = 5.0  # a file of one node must be seen by the others within this
 LISTEN_S = 15.0
@@ -35,10 +39,12 @@ class Refused(Exception):
 
 
 class Operations:
-    """`folders`: those of the configuration, by name; files are touched in them alone."""
+    """`folders`: those of the configuration, by name; files are touched in them alone. `addresses` (HOST:PORT): of the
+    services that the configuration names."""
 
-    def __init__(self, folders: Mapping[str, str]) -> None:
+    def __init__(self, folders: Mapping[str, str], addresses: Collection[str] = ()) -> None:
         self._folders = {name: Path(folder) for name, folder in folders.items() if folder}
+        self._addresses = frozenset(addresses)
 
     def ask(self, operation: str, asker: str = "", **arguments: Any) -> Any:
         """One operation by its name; `asker` is the address that asks. Raises Refused, OSError."""
@@ -46,6 +52,7 @@ class Operations:
             "hello": self.hello,
             "clock": time.time,
             "listen": self.listen,
+            "reach": self.reach,
             "place": self.place,
             "see": self.see,
             "remove": self.remove,
@@ -88,11 +95,15 @@ class Operations:
         """ "" when the connection was taken, else why not."""
         if asker and host != asker:
             raise Refused(f"connects to whoever asks ({asker}) alone, asked for {host}")
-        try:
-            socket.create_connection((host, port), timeout=CONNECT_S).close()
-        except OSError as error:
-            return str(error.strerror or error)
-        return ""
+        return _connects(host, port)
+
+    def reach(self, address: str) -> str:
+        """ "" when a service of its own configuration takes a connection, else why not."""
+        if address not in self._addresses:
+            named = ", ".join(sorted(self._addresses)) or "none"
+            raise Refused(f"{address} is no address in this node's configuration; it has {named}")
+        host, _, port = address.rpartition(":")
+        return _connects(host.strip("[]"), int(port))
 
     def place(self, folder: str, name: str, text: str) -> None:
         write_synced(self._nonce(folder, name), text.encode())
@@ -134,11 +145,37 @@ class Operations:
         return existing(self._folder(folder)) / name
 
 
+def _connects(host: str, port: int) -> str:
+    try:
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
+
+
 def _digest(file: Path) -> str:
     size = file.stat().st_size
     if size > _SMALL:
         return f"{size} bytes"
     return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def operations_of(config: Config) -> Operations:
+    return Operations(folders_of(config.run.dir, config.model.path), services_of(config).values())
+
+
+def services_of(config: Config) -> dict[str, str]:
+    """Setting → HOST:PORT of what runs already: the servers that engines join, and the brokers."""
+    found: dict[str, str] = {}
+    if config.rollout.backend == "sglang" and config.rollout.sglang.url:
+        for replica in range(config.rollout.replicas):
+            url = urlsplit(config.rollout.sglang.url.replace("{replica}", str(replica)))
+            port = url.port or (443 if url.scheme == "https" else 80)
+            found[f"rollout.sglang.url of replica {replica}"] = f"{url.hostname}:{port}"
+    if config.log.url.startswith("kafka:"):
+        servers, _ = kafka_address(config.log.url)
+        found |= {f"log.url, broker {place}": server for place, server in enumerate(servers)}
+    return found
 
 
 def folders_of(run_dir: str, model: str) -> dict[str, str]:

@@ -8,9 +8,10 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.doctor.embedded import PREFIX, scratch, write_synced
-from engine.doctor.operations import SEEN_S
+from engine.doctor.operations import SEEN_S, services_of
 from engine.doctor.peers import Node, NoPeer, nodes, pairs
 from engine.doctor.result import Request, Result, failed, passed, skipped, warned
 from engine.settings import Config
@@ -72,14 +73,67 @@ def fixed_ports(config: Config) -> dict[str, int]:
 
 def _crosses(source: Node, target: Node, port: int) -> str:
     """ "" when a connection from one to the other is taken."""
+    address = target.address_for(source)
     try:
-        opened = target.ask("listen", port=port, at=target.address)
+        opened = target.ask("listen", port=port, at=address)
     except (NoPeer, OSError) as error:
         return f"cannot be listened at: {error}"
+    return _asked(source, "connect", host=address, port=opened)
+
+
+def _asked(source: Node, operation: str, **where: Any) -> str:
+    """ "" when that node could connect."""
     try:
-        return source.ask("connect", host=target.address, port=opened)
+        return source.ask(operation, **where)
     except (NoPeer, OSError) as error:
         return f"was not tried: {error}"
+
+
+def no_cluster(request: Request) -> str:
+    return "" if request.address else "no Ray cluster (name one with --address)"
+
+
+def ray_ports(request: Request) -> Result:
+    """What listens on every node of a Ray cluster while it is up, and its head's GCS."""
+    closed, tried = [], 0
+    with nodes(request) as found:
+        for source, target in pairs(found, is_ray=True):
+            for what, port in target.ports.items():
+                tried += 1
+                if why := _asked(source, "connect", host=target.address, port=port):
+                    closed.append(f"{source.name} → {target.name}, {what} ({port}): {why}")
+    if closed:
+        return failed(
+            f"{len(closed)} of {tried} ways are closed: {'; '.join(closed[:6])}",
+            "open them between all nodes; `ray start` fixes them: --port, --node-manager-port, --object-manager-port, "
+            "and those of workers with --min-worker-port and --max-worker-port",
+        )
+    if not tried:
+        return skipped("a cluster of one node")
+    return passed(f"{tried} connections to Ray's own ports on {len(found)} nodes")
+
+
+def no_services(request: Request) -> str:
+    return alone(request) or (
+        "" if services_of(request.config) else "neither a server to join nor a broker has an address here"
+    )
+
+
+def services(request: Request) -> Result:
+    """Whether every node reaches what the configuration names by address."""
+    closed, wanted = [], services_of(request.config)
+    with nodes(request) as found:
+        for node in found:
+            for what, address in wanted.items():
+                if why := _asked(node, "reach", address=address):
+                    closed.append(f"{node.name} → {address} ({what}): {why}")
+    if closed:
+        return failed(
+            f"{len(closed)} of {len(wanted) * len(found)} ways are closed: {'; '.join(closed[:6])}",
+            "name an address that every node resolves and reaches, no loopback one; let the server listen beyond it "
+            "(SGLang: --host 0.0.0.0); open the port",
+        )
+    return passed(f"{len(found)} nodes reach {', '.join(wanted.values())}")
 
 
 def shared_folders(request: Request) -> Result:

@@ -11,11 +11,11 @@ import json
 import socket
 import socketserver
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from engine.doctor.operations import LISTEN_S, SEEN_S, Operations, Refused, folders_of
+from engine.doctor.operations import LISTEN_S, SEEN_S, Operations, Refused, operations_of
 from engine.doctor.result import Request
 from streams.errors import MillstreamError
 
@@ -28,10 +28,28 @@ class NoPeer(MillstreamError):
 
 
 class Node:
-    """One node: its name, the address at which it is reached, and its operations."""
+    """One node: its name, the address at which it is reached, and its operations.
 
-    def __init__(self, name: str, address: str, ask: Callable[..., Any], *, is_here: bool = False) -> None:
+    `seen_as`: other node's name → address, where that one reaches it by another. `ports`: what listens there always.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        ask: Callable[..., Any],
+        *,
+        is_here: bool = False,
+        seen_as: Mapping[str, str] | None = None,
+        ports: Mapping[str, int] | None = None,
+    ) -> None:
         self.name, self.address, self.ask, self.is_here = name, address, ask, is_here
+        self.ports = ports or {}
+        self._seen_as = seen_as or {}
+
+    def address_for(self, other: Node) -> str:
+        """At which the other one is to seek it."""
+        return self._seen_as.get(other.name, self.address)
 
 
 @contextmanager
@@ -44,7 +62,7 @@ def nodes(request: Request) -> Iterator[list[Node]]:
             yield stack.enter_context(ray_nodes(request))
             return
         others = [stack.enter_context(_tcp_node(peer)) for peer in request.peers]
-        yield [here(request, _own_address(request.peers)), *others]
+        yield [_here(request, {node.name: own for node, own in others}), *(node for node, _ in others)]
 
 
 def pairs(found: list[Node], *, is_ray: bool) -> list[tuple[Node, Node]]:
@@ -58,22 +76,11 @@ def pairs(found: list[Node], *, is_ray: bool) -> list[tuple[Node, Node]]:
     return ring + [(b, a) for a, b in ring]
 
 
-def here(request: Request, address: str) -> Node:
-    operations = Operations(folders_of(request.config.run.dir, request.config.model.path))
-    return Node(socket.gethostname(), address, operations.ask, is_here=True)
-
-
-def _own_address(peers: tuple[str, ...]) -> str:
-    """The address from which the first peer is reached."""
-    for peer in peers:
-        host, port = split(peer)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((host, port))
-                return probe.getsockname()[0]
-            except OSError:
-                continue
-    return "127.0.0.1"
+def _here(request: Request, seen_as: Mapping[str, str]) -> Node:
+    address = next(iter(seen_as.values()), "127.0.0.1")
+    return Node(
+        socket.gethostname(), address, operations_of(request.config).ask, is_here=True, seen_as=seen_as
+    )
 
 
 def split(peer: str) -> tuple[str, int]:
@@ -85,7 +92,8 @@ def split(peer: str) -> tuple[str, int]:
 
 
 @contextmanager
-def _tcp_node(peer: str) -> Iterator[Node]:
+def _tcp_node(peer: str) -> Iterator[tuple[Node, str]]:
+    """The node, and the address of this one from which it is reached: with several networks, each peer has its own."""
     host, port = split(peer)
     try:
         connection = socket.create_connection((host, port), timeout=5)
@@ -111,7 +119,7 @@ def _tcp_node(peer: str) -> Iterator[Node]:
                 raise NoPeer(f"{peer}: {operation}: {answer['error']}")
             return answer["answer"]
 
-        yield Node(peer, host, ask)
+        yield Node(peer, host, ask), str(connection.getsockname()[0])
 
 
 class _Handler(socketserver.StreamRequestHandler):

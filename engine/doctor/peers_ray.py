@@ -8,18 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engine.doctor.operations import Operations, Refused, folders_of
+from engine.doctor.operations import Operations, Refused, folders_of, services_of
 from engine.doctor.peers import Node, NoPeer
 from engine.doctor.result import Request
 
+_HEAD = "node:__internal_head__"  # a resource that Ray gives to the head alone
 _ASK_S = 100.0  # the first question waits for the actor's process to start
 
 
 class Actor:
     """Runs on one node."""
 
-    def __init__(self, folders: dict[str, str]) -> None:
-        self._operations = Operations(folders)
+    def __init__(self, folders: dict[str, str], addresses: list[str]) -> None:
+        self._operations = Operations(folders, addresses)
 
     def ask(self, operation: str, arguments: dict[str, Any]) -> Any:
         try:
@@ -59,7 +60,8 @@ def ray_nodes(request: Request) -> Iterator[list[Node]]:
         mine = ray.get_runtime_context().get_node_id()
         alive.sort(key=lambda node: node["NodeID"] != mine)
         folders = folders_of(request.config.run.dir, request.config.model.path)
-        yield [_node(ray, node, folders) for node in alive]
+        addresses = list(services_of(request.config).values())
+        yield [_node(ray, node, folders, addresses) for node in alive]
 
 
 def on_node(ray: Any, node: dict[str, Any]) -> Any:
@@ -69,9 +71,17 @@ def on_node(ray: Any, node: dict[str, Any]) -> Any:
     return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 
 
-def _node(ray: Any, node: dict[str, Any], folders: dict[str, str]) -> Node:
+def _ports(ray: Any, node: dict[str, Any]) -> dict[str, int]:
+    found = {"node manager": int(node["NodeManagerPort"]), "object manager": int(node["ObjectManagerPort"])}
+    if _HEAD in node["Resources"]:
+        found["GCS"] = int(ray.get_runtime_context().gcs_address.rpartition(":")[2])
+    return found
+
+
+def _node(ray: Any, node: dict[str, Any], folders: dict[str, str], addresses: list[str]) -> Node:
     name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']}, {node['NodeID'][:6]})"
-    actor = ray.remote(Actor).options(num_cpus=0, scheduling_strategy=on_node(ray, node)).remote(folders)
+    made = ray.remote(Actor).options(num_cpus=0, scheduling_strategy=on_node(ray, node))
+    actor = made.remote(folders, addresses)
 
     def ask(operation: str, **arguments: Any) -> Any:
         try:
@@ -83,4 +93,4 @@ def _node(ray: Any, node: dict[str, Any], folders: dict[str, str]) -> Node:
         except ray.exceptions.RayError as error:
             raise NoPeer(f"{name}: {operation}: {error}") from None
 
-    return Node(name, node["NodeManagerAddress"], ask)
+    return Node(name, node["NodeManagerAddress"], ask, ports=_ports(ray, node))

@@ -78,6 +78,15 @@ PROBES = (
     Probe("node-address", "Address of this node", "network", f"{_HERE}.network:node_address", 20),
     Probe("network-card", "Training network card", "network", f"{_HERE}.network:training_card", 20),
     Probe("ports", "Ports, in both directions", "network", f"{_HERE}.others:ports", 180),
+    Probe("ray-ports", "Ports of Ray", "network", f"{_HERE}.others:ray_ports", 180, others.no_cluster),
+    Probe(
+        "services",
+        "Servers and brokers, from every node",
+        "network",
+        f"{_HERE}.others:services",
+        180,
+        others.no_services,
+    ),
     Probe("shared-folders", "Shared folders", "network", f"{_HERE}.others:shared_folders", 120),
     Probe("clocks", "Clocks of the nodes", "network", f"{_HERE}.others:clocks", 180, others.alone),
     Probe(

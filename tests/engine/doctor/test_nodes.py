@@ -15,13 +15,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from engine.doctor import network, others
-from engine.doctor.operations import Operations, Refused, folders_of
-from engine.doctor.peers import NoPeer, PeerServer, nodes
+from engine.doctor import network, others, peers
+from engine.doctor.operations import Operations, Refused, folders_of, operations_of
+from engine.doctor.peers import Node, NoPeer, PeerServer, nodes
 from engine.doctor.result import Request
-from engine.settings import Config, ModelConfig, RewardConfig, RunConfig, WeightsConfig
+from engine.settings import (
+    Config,
+    LogConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    SGLangConfig,
+    WeightsConfig,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -37,14 +47,14 @@ def request(run_dir: Path, *peers: str, model: str = "", port: int = 0) -> Reque
 
 
 @contextmanager
-def serving(node: Operations) -> Iterator[str]:
+def serving(node: Operations, host: str = "127.0.0.1") -> Iterator[str]:
     """A node on this machine's loopback: HOST:PORT."""
     stop = threading.Event()
-    with PeerServer("127.0.0.1", 0, node) as server:
+    with PeerServer(host, 0, node) as server:
         thread = threading.Thread(target=server.serve, args=(stop.is_set, 110.0))
         thread.start()
         try:
-            yield f"127.0.0.1:{server.server_address[1]}"
+            yield f"{host}:{server.server_address[1]}"
         finally:
             stop.set()
             thread.join(timeout=20)
@@ -119,6 +129,94 @@ def test_a_fixed_port_that_is_taken_fails_by_the_name_of_its_setting(run_dir: Pa
     assert result.status == "fail"
     assert f"weights.master_port = {port}" in result.evidence
     assert others.ports(request(run_dir, port=port)).status == "pass"
+
+
+def test_each_peer_seeks_this_node_at_the_address_from_which_it_was_reached(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two networks: the address in the one is of no use in the other."""
+    sought: list[tuple[str, str]] = []
+
+    @contextmanager
+    def reached(peer: str) -> Iterator[tuple[Node, str]]:
+        def ask(operation: str, **where: Any) -> Any:
+            if operation == "listen":
+                return Operations({}).listen()
+            sought.append((peer, where["host"]))
+            return ""
+
+        yield Node(peer, "127.0.0.1", ask), peer.replace(".2:1", ".1")
+
+    monkeypatch.setattr(peers, "_tcp_node", reached)
+    assert others.ports(request(run_dir, "10.0.0.2:1", "10.1.0.2:1")).status == "pass"
+    assert sought == [("10.0.0.2:1", "10.0.0.1"), ("10.1.0.2:1", "10.1.0.1")]
+
+
+def with_services(run_dir: Path, *named: str, brokers: str = "", url: str = "") -> Request:
+    asked = request(run_dir, *named)
+    log = LogConfig(url=f"kafka://{brokers}/doctor.") if brokers else LogConfig()
+    rollout = (
+        RolloutConfig(backend="sglang", replicas=2, sglang=SGLangConfig(url=url)) if url else RolloutConfig()
+    )
+    return msgspec.structs.replace(
+        asked, config=msgspec.structs.replace(asked.config, log=log, rollout=rollout)
+    )
+
+
+def test_every_node_must_reach_the_brokers_and_the_servers_that_the_configuration_names(
+    run_dir: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as broker, socket.create_server(("127.0.0.1", 0)) as server:
+        brokers = f"127.0.0.1:{broker.getsockname()[1]}"
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        asked = with_services(run_dir, brokers=brokers, url=url)
+        with serving(operations_of(asked.config)) as peer:
+            asked = with_services(run_dir, peer, brokers=brokers, url=url)
+            assert others.services(asked).status == "pass"
+            server.close()
+            result = others.services(asked)
+    assert result.status == "fail"
+    assert "4 of 6 ways are closed" in result.evidence  # two replicas, from both nodes
+    assert f"{peer} → {url[7:]} (rollout.sglang.url of replica 1): Connection refused" in result.evidence
+
+
+def test_a_node_connects_to_no_service_but_its_own_configurations(run_dir: Path) -> None:
+    with serving(Operations({}, ["10.0.0.9:9092"])) as peer:
+        result = others.services(with_services(run_dir, peer, brokers="127.0.0.1:1"))
+    assert result.status == "fail"
+    assert "127.0.0.1:1 is no address in this node's configuration; it has 10.0.0.9:9092" in result.evidence
+
+
+def test_without_other_nodes_or_services_there_is_nothing_to_reach(run_dir: Path) -> None:
+    assert "one node" in others.no_services(with_services(run_dir, brokers="h:1"))
+    assert "neither" in others.no_services(request(run_dir, "h:1"))
+    assert others.no_services(with_services(run_dir, "h:1", brokers="h:1")) == ""
+
+
+def test_a_port_of_ray_that_is_closed_on_one_node_is_named(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as opened, socket.create_server(("127.0.0.1", 0)) as gone:
+        there, closed = opened.getsockname()[1], gone.getsockname()[1]
+        gone.close()
+        found = [
+            Node(name, "127.0.0.1", Operations({}).ask, ports=ports)
+            for name, ports in (
+                ("a", {"GCS": there}),
+                ("b", {"node manager": closed, "object manager": there}),
+            )
+        ]
+
+        @contextmanager
+        def cluster(_: Request) -> Iterator[list[Node]]:
+            yield found
+
+        monkeypatch.setattr(others, "nodes", cluster)
+        result = others.ray_ports(request(run_dir))
+    assert result.status == "fail"
+    assert "1 of 3 ways are closed" in result.evidence
+    assert f"a → b, node manager ({closed}): Connection refused" in result.evidence
+    assert "--node-manager-port" in result.remedy
 
 
 def test_clocks_that_differ_fail_with_the_difference(run_dir: Path) -> None:

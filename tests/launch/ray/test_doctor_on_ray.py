@@ -37,6 +37,10 @@ def test_workers_and_nodes_of_a_cluster_are_seen_and_agree(address: str, tmp_pat
     )
     ports = others.ports(request)
     assert ports.status == "pass" and "2 connections between 2 nodes" in ports.evidence, ports
+    of_ray = others.ray_ports(request)  # node and object manager of each, and the head's GCS
+    assert of_ray.status == "pass" and "5 connections to Ray's own ports on 2 nodes" in of_ray.evidence, (
+        of_ray
+    )
     shared = others.shared_folders(request)
     assert shared.status == "pass" and "2 nodes see one another's files" in shared.evidence, shared
     assert list(tmp_path.iterdir()) == []
