@@ -221,8 +221,7 @@ class GroupReceiver:
             tensors = bucketing.with_tied(published.tensors, received)
         except Exception as error:  # of the group, or of this machine, as when there is no memory for it
             self.leave(group)
-            if self._device != "cpu":
-                self._spare = []
+            self._spare = []  # a broadcast that was given up may write into it until its own deadline
             raise EngineError(TRANSFER_FAILED, f"version {published.version}: {error}") from error
         digest = snapshots.digest(tensors)
         if digest != published.digest:
