@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT = timedelta(seconds=60)
 _FAILED = 1
+_CLOSE_S = 10.0  # for the main thread to come to the Close that was heard
 
 
 class Follower:
@@ -50,6 +51,8 @@ class Follower:
         self._commands: queue.Queue[messages.Command] = queue.Queue()
         self._writes: queue.Queue[messages.Write] = queue.Queue()
         self._snapshots: dict[int, Callable[[Path], None]] = {}  # by the number of their command
+        self._is_told_to_close = False
+        self._closes = threading.Event()  # the main thread has heard of it
         address = json.loads(self._store.get(followers.CONTROL))
         connection = links.connect(address["host"], address["port"], _CONNECT)
         self._link = Link(connection, messages.FromRankZero, self._heard, self._ended)
@@ -67,6 +70,7 @@ class Follower:
                 self._fail(command, error)
                 os._exit(_FAILED)  # not through what torch would still wait for
             self._link.send(answer)
+        self._closes.set()
         self._link.close()
         if self._rank is not None:
             self._rank.processes.close()
@@ -133,10 +137,13 @@ class Follower:
         if isinstance(message, messages.Write):
             self._writes.put(message)
         else:
+            self._is_told_to_close |= isinstance(message, messages.Close)
             self._commands.put(message)
 
     def _ended(self, reason: str) -> None:
         """On the link's thread, while the main thread may be in a collective that never ends."""
+        if self._is_told_to_close and self._closes.wait(_CLOSE_S):
+            return  # an orderly end, which the main thread is coming to
         logger.error("trainer, rank %d: ends with rank 0: %s", self.place.rank, reason)
         logging.shutdown()
         os._exit(_FAILED)

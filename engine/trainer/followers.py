@@ -211,7 +211,8 @@ class Followers:
                 pass
 
     def join(self) -> None:
-        """After `close`: wait for the processes that were started here, and take the connections down."""
+        """After `close`: wait for the processes that were started here, for the others' connections to be closed by
+        them, and take down what is left. Closing first would look to them as if this process had died."""
         deadline = _deadline(_END)
         for process in self._processes.values():
             try:
@@ -220,6 +221,8 @@ class Followers:
                 process.kill()
                 process.wait()
         for follower in self._in_order():
+            if not self._lost:
+                follower.link.wait(max(0.0, deadline - time.monotonic()))
             follower.link.close()
 
     # ---------------------------------------------------------------- parts

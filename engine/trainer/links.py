@@ -67,6 +67,10 @@ class Link:
         """Raises LinkLost."""
         self._send(self._encoder.encode(message))
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the connection is over by then, whoever ended it."""
+        return self._closed.wait(timeout_s)
+
     def close(self) -> None:
         with self._ending:
             self._is_over = True
