@@ -5,7 +5,6 @@ own. Nothing is ever written to a topic of the run.
 from __future__ import annotations
 
 import os
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from engine.doctor.network import refusal
 from engine.doctor.result import Request, Result, failed, passed, warned
 from engine.log_settings import log_settings
 from engine.settings import Config
@@ -39,7 +39,7 @@ def not_deep(request: Request) -> str:
 
 def reachable(request: Request) -> Result:
     servers, _ = kafka_address(request.config.log.url)
-    silent = [said for server in servers if (said := _refuses(server))]
+    silent = [f"{server}: {why}" for server in servers if (why := refusal(server, _CONNECT_S))]
     if len(silent) == len(servers):
         return failed(
             f"no broker takes connections: {'; '.join(silent)}",
@@ -265,16 +265,6 @@ def _open(config: Config, *, readonly: bool = False) -> EventLog:
 
 def _topics(config: Config) -> Topics:
     return Topics(config.run.name, config.log.partitions)
-
-
-def _refuses(server: str) -> str:
-    """`host:port: why`; "" when it takes a connection."""
-    host, _, port = server.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
-            return ""
-    except OSError as error:
-        return f"{server}: {error.strerror or error}"
 
 
 def _pace(config: Config) -> float | None:

@@ -72,6 +72,16 @@ def judge_card(request: Request, found: Mapping[str, str], environ: Mapping[str,
     return passed(f"one interface: {_listed(real or found)}")
 
 
+def refusal(address: str, timeout_s: float) -> str:
+    """Why nothing at HOST:PORT takes a connection from here; "" when something does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        return str(error.strerror or error)
+    return ""
+
+
 def interfaces() -> dict[str, str]:
     """Those that are up, with their first IPv4 address and its prefix length. Linux; elsewhere {}."""
     found: dict[str, str] = {}

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from engine.doctor.about import versions
 from engine.doctor.embedded import PREFIX, existing, write_synced
-from engine.doctor.network import interfaces
+from engine.doctor.network import interfaces, refusal
 from engine.settings import Config
 from streams.open import kafka_address
 
@@ -95,15 +95,14 @@ class Operations:
         """ "" when the connection was taken, else why not."""
         if asker and host != asker:
             raise Refused(f"connects to whoever asks ({asker}) alone, asked for {host}")
-        return _connects(host, port)
+        return refusal(f"{host}:{port}", CONNECT_S)
 
     def reach(self, address: str) -> str:
         """ "" when a service of its own configuration takes a connection, else why not."""
         if address not in self._addresses:
             named = ", ".join(sorted(self._addresses)) or "none"
             raise Refused(f"{address} is no address in this node's configuration; it has {named}")
-        host, _, port = address.rpartition(":")
-        return _connects(host.strip("[]"), int(port))
+        return refusal(address, CONNECT_S)
 
     def place(self, folder: str, name: str, text: str) -> None:
         write_synced(self._nonce(folder, name), text.encode())
@@ -143,14 +142,6 @@ class Operations:
         if not _NONCE.fullmatch(name):
             raise Refused(f"{name!r} is no nonce of millstream doctor")
         return existing(self._folder(folder)) / name
-
-
-def _connects(host: str, port: int) -> str:
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_S).close()
-    except OSError as error:
-        return str(error.strerror or error)
-    return ""
 
 
 def _digest(file: Path) -> str:

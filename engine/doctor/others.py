@@ -55,9 +55,7 @@ def ports(request: Request) -> Result:
                 if why := _crosses(source, target, port):
                     closed.append(f"{source.name} → {target.name}, {what}: {why}")
     if closed:
-        return failed(
-            f"{len(closed)} of {tried} ways are closed: {'; '.join(closed[:6])}", _FIREWALL + _range()
-        )
+        return _closed_ways(closed, tried, _FIREWALL + _range())
     return passed(f"{tried} connections between {len(found)} nodes, each in both directions")
 
 
@@ -89,6 +87,10 @@ def _asked(source: Node, operation: str, **where: Any) -> str:
         return f"was not tried: {error}"
 
 
+def _closed_ways(closed: Sequence[str], tried: int, remedy: str) -> Result:
+    return failed(f"{len(closed)} of {tried} ways are closed: {'; '.join(closed[:6])}", remedy)
+
+
 def no_cluster(request: Request) -> str:
     return "" if request.address else "no Ray cluster (name one with --address)"
 
@@ -103,8 +105,9 @@ def ray_ports(request: Request) -> Result:
                 if why := _asked(source, "connect", host=target.address, port=port):
                     closed.append(f"{source.name} → {target.name}, {what} ({port}): {why}")
     if closed:
-        return failed(
-            f"{len(closed)} of {tried} ways are closed: {'; '.join(closed[:6])}",
+        return _closed_ways(
+            closed,
+            tried,
             "open them between all nodes; `ray start` fixes them: --port, --node-manager-port, --object-manager-port, "
             "and those of workers with --min-worker-port and --max-worker-port",
         )
@@ -128,8 +131,9 @@ def services(request: Request) -> Result:
                 if why := _asked(node, "reach", address=address):
                     closed.append(f"{node.name} → {address} ({what}): {why}")
     if closed:
-        return failed(
-            f"{len(closed)} of {len(wanted) * len(found)} ways are closed: {'; '.join(closed[:6])}",
+        return _closed_ways(
+            closed,
+            len(wanted) * len(found),
             "name an address that every node resolves and reaches, no loopback one; let the server listen beyond it "
             "(SGLang: --host 0.0.0.0); open the port",
         )

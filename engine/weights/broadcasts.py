@@ -58,14 +58,16 @@ def _send_in_turn(
     give_up: GiveUp,
 ) -> None:
     begun: deque[Callable[[], None]] = deque()
-    for place, bucket in enumerate(buckets):
-        while len(begun) >= _UNDER_WAY:  # then the buffer of the one before the last is free, too
+    sent = 0
+    for bucket in buckets:
+        while len(begun) >= _UNDER_WAY:  # only the last one that was begun is on its way then
             begun.popleft()()
         part = as_it_lies(bucket, tensors, buffers.device)
         if part is None:
-            part = fill(buffers.of(largest(buckets))[place % 2], bucket, tensors)
+            part = fill(buffers.of(largest(buckets))[sent % 2], bucket, tensors)
         if part.numel():
             begun.append(group.start(part, deadline, give_up))
+            sent += 1
     while begun:
         begun.popleft()()
 

@@ -22,8 +22,8 @@ def plan(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorIn
     """Which tensors go in which bucket, in the order of the published list; the same on every side.
 
     A tied tensor is in none: its bytes go once, under the other name. A tensor larger than `bucket_bytes` has a bucket
-    of its own. Within a bucket the widest types come first: so every
-    tensor begins at a multiple of its item, without gaps, as SGLang's flattened buckets demand.
+    of its own. Within a bucket the widest types come first: so every tensor begins at a multiple of its item, without
+    gaps, as SGLang's flattened buckets demand.
 
     >>> infos = [TensorInfo("a", [3], "BF16", 6), TensorInfo("b", [2], "F32", 8), TensorInfo("c", [9], "F32", 36)]
     >>> [[info.name for info in bucket] for bucket in plan(infos, 16)]

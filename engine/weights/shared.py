@@ -119,7 +119,7 @@ class Owner(_Rank):
         deadline: float,
         give_up: GiveUp,
     ) -> None:
-        largest = max((bucketing.size_of(bucket) for bucket in buckets), default=0)
+        largest = bucketing.largest(buckets)
         if largest and (self._rooms is None or self._rooms.nbytes < largest):
             self._make_rooms(largest, deadline, give_up)
         for bucket in buckets:

@@ -74,7 +74,17 @@ def join(receiver: GroupReceiver, orders: Any, name: str) -> None:
     receiver.join(formed, 1)
 
 
-def test_memory_of_a_broadcast_that_was_given_up_is_not_that_of_the_next_version() -> None:
+def test_memory_of_a_broadcast_that_was_given_up_is_not_that_of_the_next_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, start = threading.Semaphore(0), collective.Group.start
+
+    def told(*given: Any) -> Any:
+        wait = start(*given)
+        begun.release()
+        return wait
+
+    monkeypatch.setattr(collective.Group, "start", told)
     orders, theirs = CONTEXT.Pipe()
     trainer = CONTEXT.Process(target=lead, args=(theirs,), daemon=True)
     trainer.start()
@@ -90,7 +100,8 @@ def test_memory_of_a_broadcast_that_was_given_up_is_not_that_of_the_next_version
 
         waiting = threading.Thread(target=receive)
         waiting.start()
-        time.sleep(0.5)  # it has begun to receive, and nothing comes
+        for _ in range(2):  # as many as are under way at a time; nothing comes
+            assert begun.acquire(timeout=LONGEST.total_seconds())
         given_up = list(receiver._spare)  # held, or its place might be given out again
         receiver.leave("first")
         waiting.join(LONGEST.total_seconds())

@@ -47,14 +47,14 @@ def request(run_dir: Path, *peers: str, model: str = "", port: int = 0) -> Reque
 
 
 @contextmanager
-def serving(node: Operations, host: str = "127.0.0.1") -> Iterator[str]:
+def serving(node: Operations) -> Iterator[str]:
     """A node on this machine's loopback: HOST:PORT."""
     stop = threading.Event()
-    with PeerServer(host, 0, node) as server:
+    with PeerServer("127.0.0.1", 0, node) as server:
         thread = threading.Thread(target=server.serve, args=(stop.is_set, 110.0))
         thread.start()
         try:
-            yield f"{host}:{server.server_address[1]}"
+            yield f"127.0.0.1:{server.server_address[1]}"
         finally:
             stop.set()
             thread.join(timeout=20)
