@@ -31,6 +31,8 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -448,10 +450,12 @@ def export(bench: Bench) -> Iterator[Row]:
 
 
 def where(bench: Bench) -> Iterator[Row]:
-    """Kernels by the time that they take, of one step each."""
+    """Kernels by the time that they take, of one step each, and where this process waits for the device."""
     batch = bench.even_batch()
     with bench.fsdp2() as backend:
         yield {"step": "product", "kernels_ms": _kernels(bench, lambda: backend.step(batch))}
+        if bench.device.type == "cuda":
+            yield {"step": "product", "waits": _waits(lambda: backend.step(batch))}
     plain_step = Plain(bench, in_bfloat16=False).step
     yield {"step": "plain autocast", "kernels_ms": _kernels(bench, lambda: plain_step(batch))}
     bench.tidy()
@@ -472,6 +476,18 @@ def _kernels(bench: Bench, step: Callable[[], Any]) -> dict[str, float]:
     return {f"{each.key[:60]} ×{each.count}": round(ms(each), 2) for each in top} | {
         "all": round(sum(map(ms, found)), 2)
     }
+
+
+def _waits(step: Callable[[], Any]) -> dict[str, int]:
+    """Lines that make the CPU wait for the device, and how often they do so in a step."""
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return dict(Counter(f"{'/'.join(Path(each.filename).parts[-2:])}:{each.lineno}" for each in caught))
 
 
 def save(bench: Bench) -> Iterator[Row]:

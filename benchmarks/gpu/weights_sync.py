@@ -43,6 +43,7 @@ import torch.distributed.distributed_c10d
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine.interfaces import EngineError, Sampling
+from engine.rollout.loading import PauseMode
 from engine.rollout.receiving import Join, Receive, Transfers
 from engine.tasks import GUESS, tiny
 from engine.weights import broadcasts, bucketing, collective
@@ -67,6 +68,7 @@ from streams.topics import Topics
 CONTEXT = multiprocessing.get_context("spawn")
 TOPICS = Topics("bench", 1)
 MIB = 1 << 20
+TIMES = "times of broadcasts"
 ROWS: list[tuple[str, str, str]] = []
 SHAPES = {"0.6B": (1024, 3072, 28, 16), "4B": (2560, 9728, 36, 32)}
 
@@ -100,9 +102,9 @@ class Fault(NamedTuple):
     bucket: int = 3
 
 
-def engine_process(folder: str, model: str, replica: int, fault: Fault | None) -> None:
+def engine_process(folder: str, model: str, replica: int, fault: Fault | None, pause_mode: PauseMode) -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    asyncio.run(_engine(Path(folder), Path(model), replica, fault))
+    asyncio.run(_engine(Path(folder), Path(model), replica, fault, pause_mode))
 
 
 def _end_with_parent(parent: int) -> None:
@@ -111,17 +113,20 @@ def _end_with_parent(parent: int) -> None:
     os._exit(1)
 
 
-async def _engine(folder: Path, model: Path, replica: int, fault: Fault | None) -> None:
+async def _engine(
+    folder: Path, model: Path, replica: int, fault: Fault | None, pause_mode: PauseMode
+) -> None:
     from engine.rollout.batched import BatchedEngine
 
     name = f"rollout-{replica}"
     log = open_log(f"file://{folder}/log")
-    engine = BatchedEngine(model, name=name, dtype="bfloat16", device="cuda:1")
+    engine = BatchedEngine(model, name=name, dtype="bfloat16", device="cuda:1", pause_mode=pause_mode)
 
     def write(word: str, event: Event) -> None:
         log.append(TOPICS.name(word), 0, [codec.encode(event, producer=name)])
 
     transfers = Transfers(log, TOPICS, name)
+    receiving = timed_receiving()
     ledger = Follower(log, "ledger")
     write("fleet", EngineJoined(engine=name, replica=replica, host=_host(), n_ranks=1, device="cuda"))
     published = [each for each in ledger.news() if isinstance(each, WeightsPublished)]
@@ -144,7 +149,10 @@ async def _engine(folder: Path, model: Path, replica: int, fault: Fault | None) 
             elif isinstance(action, Receive):
                 if fault is not None and fault.version == action.published.version:
                     _kill_at(fault.bucket)
+                seen = time.monotonic()
                 await _receive(engine, write, folder, action, joins, sizes)
+                times = {"version": float(action.published.version), "seen": seen, **receiving}
+                write("metrics", Metrics(source=TIMES, values=times))
             else:
                 await engine.leave_group(action.group)
         for task in (beats, *asks):
@@ -201,6 +209,21 @@ async def _generate(engine: Any, index: int) -> None:
         number += 1
 
 
+def timed_receiving() -> dict[str, float]:
+    """When the last broadcast began and ended on this side, by the clock that all processes of a host share."""
+    times: dict[str, float] = {}
+    receive_all = broadcasts.receive_all
+
+    def timed(*arguments: Any) -> Any:
+        times["began"] = time.monotonic()
+        received = receive_all(*arguments)
+        times["ended"] = time.monotonic()
+        return received
+
+    broadcasts.receive_all = timed
+    return times
+
+
 def _kill_at(bucket: int) -> None:
     group_class: Any = collective.Group
     start, count = group_class.start, iter(range(1 << 30))
@@ -254,7 +277,7 @@ class Trainer:
         # tied names go once
         self.n_bytes = sum({each.data_ptr(): each.nbytes for each in self.tensors.values()}.values())
         self.version, self.processes = -1, {}
-        self.fleet = Follower(self.log, "fleet")
+        self.fleet, self.metrics = Follower(self.log, "fleet"), Follower(self.log, "metrics")
         self.events: list[Event] = []
         self.sender: Any = None
         self.product = torch.randn(4096, 4096, device="cuda:0", dtype=torch.bfloat16)
@@ -277,8 +300,8 @@ class Trainer:
             device="cuda:0",
         )
 
-    def start(self, replica: int, fault: Fault | None = None) -> Any:
-        arguments = (str(self.folder), str(self.model), replica, fault)
+    def start(self, replica: int, fault: Fault | None = None, pause_mode: PauseMode = "retract") -> Any:
+        arguments = (str(self.folder), str(self.model), replica, fault, pause_mode)
         process = CONTEXT.Process(target=engine_process, args=arguments, daemon=True)
         process.start()
         self.processes[replica] = process
@@ -333,6 +356,18 @@ class Trainer:
             )
 
         return eventually(found, f"rollout-{replica} at version {version}", deadline_s)
+
+    def times(self, version: int) -> dict[str, float]:
+        """Of the engine's side: seconds after this trainer had the record in the ledger."""
+
+        def found() -> Any:
+            for each in self.metrics.news():
+                if isinstance(each, Metrics) and each.source == TIMES and each.values["version"] == version:
+                    return each.values
+            return None
+
+        values = eventually(found, f"the engine's times of version {version}", 60.0)
+        return {name: value - self.began for name, value in values.items() if name != "version"}
 
     def train_while_sending(self, deadline_s: float = 60.0) -> tuple[float, float, int]:
         """(seconds until the sender is free, longest step, steps)."""
@@ -492,10 +527,17 @@ def speed(folder: Path, size: str, ways: list[str]) -> None:
             trainer.new_sender(bucket)
             trainer.whole(0)
             for way in ways:
-                check(f"{size} {way}, {name}", lambda way=way: _updates(trainer, way, bare_s, gb, rounds))
+                check(f"{size} {way}, {name}", lambda way=way: _updates(trainer, 0, way, bare_s, gb, rounds))
+        if size == "0.6B":
+            trainer.processes[0].kill()
+            trainer.start(1, pause_mode="in_place")
+            trainer.new_sender(512 * MIB)
+            trainer.whole(1)
+            way = ways[0]
+            check(f"{size} {way}, in_place", lambda: _updates(trainer, 1, way, bare_s, gb, rounds))
 
 
-def _updates(trainer: Trainer, way: str, bare_s: float, gb: float, rounds: int) -> str:
+def _updates(trainer: Trainer, replica: int, way: str, bare_s: float, gb: float, rounds: int) -> str:
     sending, loads, stalls, longest, first = [], [], [], 0.0, 0.0
     alone = statistics.median(trainer.step() for _ in range(50))
     for number in range(1 + rounds):
@@ -504,7 +546,7 @@ def _updates(trainer: Trainer, way: str, bare_s: float, gb: float, rounds: int) 
         sent = trainer.sender.sent
         assert sent.published.version == event.version, "it was not sent"
         assert not sent.error, sent.error
-        ready = trainer.ready(0, event.version)
+        ready = trainer.ready(replica, event.version)
         assert ready.transport == "distributed" and ready.digest == event.digest
         if not number:
             first = sent.seconds
@@ -513,16 +555,21 @@ def _updates(trainer: Trainer, way: str, bare_s: float, gb: float, rounds: int) 
         sending.append(sent.seconds)
         loads.append(ready.load_s)
         stalls.append(ready.stall_s)
-    idle = []
-    for _ in range(rounds):  # and with a trainer that does nothing beside it
+    idle, seen, together = [], [], []
+    for _ in range(1 + rounds):  # and with a trainer that does nothing beside it
         event = trainer.publish(way)
         assert trainer.sender.wait(timedelta(seconds=30))
         idle.append(trainer.sender.sent.seconds)
-        trainer.ready(0, event.version)
-    s, quiet = statistics.median(sending), statistics.median(idle)
+        trainer.ready(replica, event.version)
+        times = trainer.times(event.version)
+        seen.append(times["seen"])
+        together.append(times["ended"] - times["began"])  # both sides are there
+    s, quiet, alone_s = statistics.median(sending), statistics.median(idle), statistics.median(together)
     return (
-        f"{quiet * 1e3:.0f} ms, {gb / quiet:.1f} GB/s = {bare_s / quiet:.0%} of bare; beside steps {s * 1e3:.0f} ms "
-        f"({bare_s / s:.0%}); first {first:.2f} s; engine: {statistics.median(loads):.3f} s with digest, stall "
+        f"{quiet * 1e3:.1f} ms, {gb / quiet:.1f} GB/s = {bare_s / quiet:.0%} of bare; in these the engine reads of it "
+        f"after {statistics.median(seen) * 1e3:.1f} ms, and receives for {alone_s * 1e3:.1f} ms = "
+        f"{bare_s / alone_s:.0%}; beside steps {s * 1e3:.0f} ms ({bare_s / s:.0%}); first {first:.2f} s; "
+        f"engine: {statistics.median(loads):.3f} s with digest, stall {statistics.median(stalls) * 1e3:.1f}, at most "
         f"{max(stalls) * 1e3:.1f} ms; step {alone * 1e3:.1f}, longest {longest * 1e3:.1f} ms"
     )
 

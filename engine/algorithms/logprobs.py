@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from engine.algorithms import packing
 from engine.algorithms.lean import lean_logprobs
+from engine.devices.moving import on_device
 from engine.interfaces import TrainSample
 
 # Padding to a common length is taken for cheaper than one more forward up to this many padded tokens.
@@ -207,9 +208,9 @@ def _micro_batch(flat: FlatBatch, rows: NDArray[np.int64], device: torch.device)
     ids = flat.ids[flat.row_starts[rows][:, None] + columns * is_fed]
     row_of_token, tokens = _trained(flat, rows)
     return MicroBatch(
-        ids=torch.from_numpy(ids).to(device),
-        positions=torch.from_numpy(row_of_token * length + flat.column[tokens]).to(device),
-        targets=torch.from_numpy(flat.targets[tokens]).to(device),
+        ids=on_device(ids, device),
+        positions=on_device(row_of_token * length + flat.column[tokens], device),
+        targets=on_device(flat.targets[tokens], device),
         tokens=tokens,
     )
 
@@ -221,13 +222,13 @@ def _packed(flat: FlatBatch, rows: NDArray[np.int64], device: torch.device) -> M
     ids = flat.ids[columns + np.repeat(flat.row_starts[rows], fed)]
     row_of_token, tokens = _trained(flat, rows)
     return MicroBatch(
-        ids=torch.from_numpy(ids)[None].to(device),
-        positions=torch.from_numpy(starts[row_of_token] + flat.column[tokens]).to(device),
-        targets=torch.from_numpy(flat.targets[tokens]).to(device),
+        ids=on_device(ids, device)[None],
+        positions=on_device(starts[row_of_token] + flat.column[tokens], device),
+        targets=on_device(flat.targets[tokens], device),
         tokens=tokens,
         packed=PackedRows(
-            torch.from_numpy(columns)[None].to(device),
-            torch.from_numpy(starts.astype(np.int32)).to(device),
+            on_device(columns, device)[None],
+            on_device(starts.astype(np.int32), device),
             starts.tolist(),
             int(fed.max()),
         ),

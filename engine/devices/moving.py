@@ -1,11 +1,31 @@
-"""Moving a model to its device."""
+"""Moving a model, or arrays of this process, to a device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from engine import devices
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Model = TypeVar("Model")
+
+
+def on_device(values: NDArray[np.generic], device: Any) -> Any:
+    """A tensor of these values on the device. An accelerator works on meanwhile, and nobody waits for it.
+
+    By page-locked memory: a copy out of any other makes the CPU wait for all that the device was asked before, and
+    then the device for the CPU. On a CPU it shares the array's memory.
+    """
+    import torch
+
+    tensor = torch.from_numpy(values)
+    if device.type != "cpu" and devices.named(device).has_pinned_memory():
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def moved(model: Model, device: Any, dtype: Any = None) -> Model:

@@ -28,7 +28,7 @@ from torch import Tensor
 from engine.algorithms.critic import explained_variance, value_loss
 from engine.algorithms.logprobs import FlatBatch, MicroBatch, logits_at, micro_batches
 from engine.algorithms.returns import Gae, gae, normalized, token_rewards
-from engine.devices.moving import moved
+from engine.devices.moving import moved, on_device
 from engine.interfaces import BadStep, CheckpointError
 from engine.trainer.plan import Part, Plan
 from engine.trainer.stepper import Measured, Stepper
@@ -134,7 +134,7 @@ class Critic:
             return logits_at(self.model, micro)[:, 0].float()
 
     def _of(self, values: NDArray[np.float32], micro: MicroBatch) -> Tensor:
-        return torch.from_numpy(values[micro.tokens]).to(self.device)
+        return on_device(values[micro.tokens], self.device)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.settings.dtype == "float32":

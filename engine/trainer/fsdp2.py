@@ -42,9 +42,17 @@ class Fsdp2Policy:
     """What a step asks of the model and its AdamW (engine/trainer/policy.py)."""
 
     def __init__(
-        self, model: nn.Module, settings: TorchSettings, processes: Processes, reference: nn.Module | None
+        self,
+        model: nn.Module,
+        settings: TorchSettings,
+        processes: Processes,
+        reference: nn.Module | None,
+        *,
+        stays_whole: bool = False,
     ) -> None:
+        """`stays_whole`: between the micro-batches of a step."""
         self.settings, self.model, self.processes = settings, model, processes
+        self._stays_whole = stays_whole
         self.device = processes.device
         self._reference = reference
         self.parameters: dict[str, Any] = dict(fsdp2_model.named_shards(model))
@@ -65,7 +73,9 @@ class Fsdp2Policy:
         return padded(found, count, self.device)
 
     def backward(self, micros: Sequence[MicroBatch], loss: MicroLoss) -> None:
-        for micro in micros:
+        for at, micro in enumerate(micros, 1):
+            if self._stays_whole:
+                fsdp2_model.keep_whole(self.model, keep=at < len(micros))
             now = token_logprobs(
                 self.model,
                 micro,
@@ -137,7 +147,11 @@ class Fsdp2Part:
         self.data_parallel = DataParallel(processes.rank, processes.size)
         self.model = self._build(Path(settings.model), "model.path", is_trained=True)
         self.limits = Limits.of(self.model)
-        policy = Fsdp2Policy(self.model, self.settings, processes, self._reference(settings))
+        # a single rank has memory for all of it anyway, unless it is to lie in main memory
+        stays_whole = processes.size == 1 and not self._options.cpu_offload
+        policy = Fsdp2Policy(
+            self.model, self.settings, processes, self._reference(settings), stays_whole=stays_whole
+        )
         self.policy: Policy = policy
         self._full = FullWeights(
             self.model, policy.shards, self.settings.dtype, processes, settings.bucket_bytes

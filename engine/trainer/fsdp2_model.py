@@ -162,6 +162,15 @@ def _shard(
     )  # else a divide factor asks for an operation of NCCL's alone
 
 
+def keep_whole(model: nn.Module, *, keep: bool) -> None:
+    """Whether the next backward leaves whole weights and whole gradients (float32, as they would be summed) where they
+    are, so that the next micro-batch needs no collective. The last one of a step must not: it gives each rank its
+    shard."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(not keep)
+    model.set_reshard_after_backward(not keep)
+
+
 def _recompute(layer: nn.Module) -> None:
     """Keep a layer's inputs alone, and run it again in the backward. There is no dropout, so nothing random in it."""
     forward = layer.forward

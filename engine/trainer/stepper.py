@@ -25,6 +25,7 @@ from engine.algorithms.ratios import Sequences
 from engine.algorithms.reference_kl import reference_kl, unbiased
 from engine.algorithms.returns import discounted_returns, kl_terms, normalized, token_rewards
 from engine.algorithms.second_moment import outliers
+from engine.devices.moving import on_device
 from engine.interfaces import BadStep
 from engine.trainer.plan import Part, Plan
 from engine.trainer.policy import Policy, Ranks
@@ -151,11 +152,11 @@ class Stepper:
         if self.settings.loss != "m2po" or (self.ranks.size == 1 and len(micros) == 1):
             return None
         rows = _places_of(flat, part.rows)
-        now = self._scored(flat, micros, self.policy.score)[torch.from_numpy(rows).to(self.policy.device)]
+        now = self._scored(flat, micros, self.policy.score)[on_device(rows, self.policy.device)]
         result = torch.zeros(len(flat.targets), dtype=torch.bool, device=self.policy.device)
         behaviour, advantages = self._of(flat.behaviour, rows), self._of(flat.advantages, rows)
         limit = self.settings.m2_threshold
-        result[torch.from_numpy(rows).to(self.policy.device)] = outliers(
+        result[on_device(rows, self.policy.device)] = outliers(
             now - behaviour, advantages, limit, self.ranks.sum
         )
         return result
@@ -212,9 +213,7 @@ class Stepper:
             behaviour,
             proximal,
             advantages=self._of(flat.advantages, micro.tokens),
-            sequences=Sequences(
-                torch.from_numpy(of_token).to(self.policy.device), int(of_token.max(initial=-1)) + 1
-            ),
+            sequences=Sequences(on_device(of_token, self.policy.device), int(of_token.max(initial=-1)) + 1),
             teacher=None if flat.teacher is None else self._of(flat.teacher, micro.tokens),
             outliers=None if masked is None else masked[self._places(micro)],
         )
@@ -227,10 +226,10 @@ class Stepper:
         return result
 
     def _of(self, values: NDArray[Any], tokens: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values[tokens]).to(self.policy.device)
+        return on_device(values[tokens], self.policy.device)
 
     def _places(self, micro: MicroBatch) -> Tensor:
-        return torch.from_numpy(micro.tokens).to(self.policy.device)
+        return on_device(micro.tokens, self.policy.device)
 
 
 def loss_settings(settings: TorchSettings) -> LossSettings:

@@ -120,6 +120,27 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights(worlds: Worlds
     assert {each.dtype for each in shards.values()} == {torch.float32}
 
 
+def test_what_stays_whole_between_micro_batches_gives_the_bits_of_shards_summed_after_each(
+    worlds: Worlds, tmp_path: Path
+):
+    folder = folder_of(tiny_gpt2(tied=False), tmp_path)  # both uses of a tied weight are added in another precision
+    digests = []
+    for stays_whole in (True, False):
+        backend = worlds.of(1, folder, dtype="bfloat16")
+        policy: Any = backend.rank.part.policy
+        counted = []
+        assert policy._stays_whole or not stays_whole
+        policy._stays_whole = stays_whole
+        for step in (1, 2):
+            batch = batch_of(16, seed=step, step=step)
+            flat = plan_step(batch, backend.settings).flat
+            counted.append(len(policy.micro_batches(flat, np.arange(len(batch.samples)))))
+            backend.step(batch)
+        assert min(counted) > 2
+        digests.append(digest(backend.weights()))
+    assert digests[0] == digests[1]
+
+
 # ---------------------------------------------------------------- two ranks
 @pytest.mark.parametrize(
     ("settings", "is_packed"),
