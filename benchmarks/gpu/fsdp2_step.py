@@ -3,8 +3,8 @@
     attention  packed attention (the variable-length kernel in torch) beside rows that are padded: log-probs, gradients
     lean       log-probs, entropies and gradient of a step's logits: Triton's kernels beside torch's, and one copy
     equal      loss and gradient norm of the same batch: fsdp2 and torch trainers, in bf16
-    step       tokens/s, share of the peak FLOP/s, peak memory: the product's step (`TrainerBackend.step`, fsdp2,
-               packed), with its defaults and with one setting changed at a time, and two plain steps:
+    step       tokens/s, share of the peak FLOP/s, memory: the product's step (`TrainerBackend.step`, fsdp2, packed) in
+               turns with two plain steps, with deterministic kernels (the product's default) and without:
                  autocast  float32 weights, torch.autocast(bfloat16), fused AdamW: what most would write
                  bfloat16  bfloat16 weights for computing, float32 ones and float32 gradients beside them
                Rows are of equal length, so that a plain batch [8, 1024] has no padding and does the same work.
@@ -163,23 +163,27 @@ class Bench:
     def seconds(self, work: Callable[[], Any], repeats: int = 0) -> float:
         """Median, after one that does not count."""
         work()
-        taken = []
-        for _ in range(repeats or self.repeats):
-            self.wait()
-            began = time.perf_counter()
-            work()
-            self.wait()
-            taken.append(time.perf_counter() - began)
-        return statistics.median(taken)
+        return statistics.median(self.once(work) for _ in range(repeats or self.repeats))
+
+    def once(self, work: Callable[[], Any]) -> float:
+        self.wait()
+        began = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - began
 
     def timed_step(self, step: Callable[[], Any]) -> Row:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        seconds = self.seconds(step)
+        row = self.rates(self.seconds(step))
+        if self.device.type == "cuda":
+            row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+        return row
+
+    def rates(self, seconds: float) -> Row:
         tokens = self.capacity * self.size.micros
         row: Row = {"step_s": round(seconds, 4), "tokens_per_s": round(tokens / seconds)}
         if self.device.type == "cuda":
-            row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
             peak = next((rate for name, rate in PEAK.items() if name in torch.cuda.get_device_name(0)), None)
             if peak is not None:
                 row["mfu"] = round(self.flops() / seconds / peak, 4)
@@ -288,42 +292,51 @@ def equal(bench: Bench) -> Iterator[Row]:
 
 # ---------------------------------------------------------------- fast?
 def step(bench: Bench) -> Iterator[Row]:
-    batch, rates = bench.even_batch(), {}
-    for name, options, changes in (
-        ("product", {}, {}),
-        ("product, not deterministic", {}, {"deterministic": False}),
-        ("product, layers kept whole", {"reshard_after_forward": False}, {"deterministic": False}),
-        ("product, recomputed activations", {"activation_checkpointing": True}, {}),
-    ):
-        try:
-            with bench.fsdp2(options, **changes) as backend:
-                row = bench.timed_step(lambda backend=backend: backend.step(batch))
-        except torch.OutOfMemoryError as error:
-            row = {"FAILED": str(error)[:200]}
-            bench.tidy()
-        rates[name] = row.get("tokens_per_s", 0)
-        yield {"step": name, **row}
-    for name, is_deterministic in (
-        ("autocast", False), ("bfloat16", False), ("autocast", True), ("bfloat16", True),
-    ):  # fmt: skip
-        torch.use_deterministic_algorithms(is_deterministic)
-        try:
-            plain = Plain(bench, in_bfloat16=name == "bfloat16")
-            row = bench.timed_step(lambda plain=plain: plain.step(batch))
-            del plain
-        except torch.OutOfMemoryError as error:
-            row = {"FAILED": str(error)[:200]}
-        bench.tidy()
-        rates[name, is_deterministic] = row.get("tokens_per_s", 0)
-        yield {"step": f"plain {name}", "deterministic": is_deterministic, **row}
-    for name, is_deterministic in (("product", True), ("product, not deterministic", False)):
-        best = max(rates["autocast", is_deterministic], rates["bfloat16", is_deterministic], 1)
+    batch = bench.even_batch()
+    for is_deterministic in (True, False):
+        yield from _beside_plain(bench, batch, is_deterministic=is_deterministic)
+    with bench.fsdp2({"activation_checkpointing": True}) as backend:
+        row = bench.timed_step(lambda: backend.step(batch))
+    yield {"step": "product, recomputed activations", "deterministic": True, **row}
+
+
+def _beside_plain(bench: Bench, batch: TrainBatch, *, is_deterministic: bool) -> Iterator[Row]:
+    """The product and both plain steps in turns, so that what else the host does meets them alike."""
+    taken: dict[str, list[float]] = {}
+    rows: dict[str, Row] = {}
+    with bench.fsdp2(deterministic=is_deterministic) as backend:
+        plains = {name: Plain(bench, in_bfloat16=name == "bfloat16") for name in ("autocast", "bfloat16")}
+        steps: dict[str, Callable[[TrainBatch], Any]] = {"product": backend.step}
+        steps |= {f"plain {name}": plain.step for name, plain in plains.items()}
+        for number in range(bench.repeats + 2):
+            for name, take in steps.items():
+                if bench.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                seconds = bench.once(lambda take=take: take(batch))
+                if number == 1 and bench.device.type == "cuda":  # beside what it holds between steps
+                    more = torch.cuda.max_memory_allocated() - before
+                    rows[name] = {"more_in_a_step_gb": round(more / 1e9, 2)}
+                if number > 1:
+                    taken.setdefault(name, []).append(seconds)
+        del plains, steps, take
+    best = min(statistics.median(each) for name, each in taken.items() if name != "product")
+    for name, seconds in taken.items():
         yield {
-            "of_the_better_plain_step": round(rates[name] / best, 4),
+            "step": name,
             "deterministic": is_deterministic,
-            "ok": rates[name] >= 0.95 * best,
-            "bar": 0.95,
+            **bench.rates(statistics.median(seconds)),
+            "least_s": round(min(seconds), 4),
+            "most_s": round(max(seconds), 4),
+            **rows.get(name, {}),
         }
+    ratio = best / statistics.median(taken["product"])
+    yield {
+        "of_the_better_plain_step": round(ratio, 4),
+        "deterministic": is_deterministic,
+        "ok": ratio >= 0.95,
+        "bar": 0.95,
+    }
 
 
 class Plain:
@@ -456,9 +469,11 @@ def where(bench: Bench) -> Iterator[Row]:
         yield {"step": "product", "kernels_ms": _kernels(bench, lambda: backend.step(batch))}
         if bench.device.type == "cuda":
             yield {"step": "product", "waits": _waits(lambda: backend.step(batch))}
-    plain_step = Plain(bench, in_bfloat16=False).step
-    yield {"step": "plain autocast", "kernels_ms": _kernels(bench, lambda: plain_step(batch))}
-    bench.tidy()
+    for name in ("autocast", "bfloat16"):
+        plain_step = Plain(bench, in_bfloat16=name == "bfloat16").step
+        yield {"step": f"plain {name}", "kernels_ms": _kernels(bench, lambda take=plain_step: take(batch))}
+        del plain_step
+        bench.tidy()
 
 
 def _kernels(bench: Bench, step: Callable[[], Any]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import multiprocessing
 import os
@@ -42,14 +43,17 @@ import torch
 import torch.distributed.distributed_c10d
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.gpu.weights_ipc import move
 from engine.interfaces import EngineError, Sampling
 from engine.rollout.loading import PauseMode
-from engine.rollout.receiving import Join, Receive, Transfers
+from engine.rollout.receiving import Join, Receive, Transfers, sent_by
 from engine.tasks import GUESS, tiny
 from engine.weights import broadcasts, bucketing, collective
 from engine.weights import tensors as files
+from engine.weights.delta_writer import DeltaPolicy
 from engine.weights.membership import Members
 from engine.weights.sender import Sender
+from engine.weights.snapshots import DeviceSnapshot
 from engine.weights.store import WeightStore, digest, snapshot
 from streams import codec
 from streams.events import (
@@ -69,6 +73,7 @@ CONTEXT = multiprocessing.get_context("spawn")
 TOPICS = Topics("bench", 1)
 MIB = 1 << 20
 TIMES = "times of broadcasts"
+NOWHERE = "none"  # a version that goes by broadcast alone
 ROWS: list[tuple[str, str, str]] = []
 SHAPES = {"0.6B": (1024, 3072, 28, 16), "4B": (2560, 9728, 36, 32)}
 
@@ -155,6 +160,10 @@ async def _engine(
                 write("metrics", Metrics(source=TIMES, values=times))
             else:
                 await engine.leave_group(action.group)
+        for published in news:
+            if not sent_by(published)[1] and published.uris["disk"] != NOWHERE:
+                update = functools.partial(engine.update, published, _file(folder, published))
+                await take(engine, write, published, update)
         for task in (beats, *asks):
             if task.done():
                 task.result()
@@ -331,7 +340,7 @@ class Trainer:
             self.template = event
         else:
             event = msgspec.structs.replace(
-                self.template, version=self.version, digest=digest(sent), uris={"disk": "none"}
+                self.template, version=self.version, digest=digest(sent), uris={"disk": NOWHERE}
             )
         if self.sender is not None:
             event = self.sender.prepare(event)
@@ -535,6 +544,7 @@ def speed(folder: Path, size: str, ways: list[str]) -> None:
             trainer.whole(1)
             way = ways[0]
             check(f"{size} {way}, in_place", lambda: _updates(trainer, 1, way, bare_s, gb, rounds))
+            check(f"{size} by files", lambda: _deltas(trainer, 1))
 
 
 def _updates(trainer: Trainer, replica: int, way: str, bare_s: float, gb: float, rounds: int) -> str:
@@ -572,6 +582,35 @@ def _updates(trainer: Trainer, replica: int, way: str, bare_s: float, gb: float,
         f"engine: {statistics.median(loads):.3f} s with digest, stall {statistics.median(stalls) * 1e3:.1f}, at most "
         f"{max(stalls) * 1e3:.1f} ms; step {alone * 1e3:.1f}, longest {longest * 1e3:.1f} ms"
     )
+
+
+def _deltas(trainer: Trainer, replica: int) -> str:
+    """Versions that go by their file alone, the first in full: found on the device, written, read, put in service."""
+    store, said = WeightStore(trainer.folder / "weights", keep=8, deltas=DeltaPolicy()), []
+    for share in (
+        1.0,
+        0.01,
+        0.01,
+        0.03,
+        0.03,
+    ):  # each kind twice: the first compiles, and reads what it will keep
+        if share < 1:
+            move(trainer.tensors, share, trainer.version)
+        trainer.version += 1
+        began = time.monotonic()
+        event = store.publish(
+            DeviceSnapshot(trainer.tensors), epoch=0, version=trainer.version, step=trainer.version
+        )
+        written_s = time.monotonic() - began
+        assert event.kind == ("full" if share == 1 else "delta"), event.kind
+        trainer.write("ledger", event)
+        ready = trainer.ready(replica, event.version)
+        assert ready.digest == event.digest and ready.transport == "disk"
+        said.append(
+            f"{event.kind} {share:.0%}: {event.nbytes / 1e6:.0f} MB, published after {written_s:.2f} s, ready "
+            f"{ready.load_s:.2f} s later, stall {ready.stall_s * 1e3:.0f} ms"
+        )
+    return "; ".join(said)
 
 
 def faults(folder: Path) -> None:

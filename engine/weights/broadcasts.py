@@ -128,11 +128,13 @@ def receive_all(
     begun: deque[Callable[[], None]] = deque()
     # NCCL queues them, and needs nobody between one and the next
     most = {"ipc": 1, "gloo": _UNDER_WAY}.get(group.backend, len(buckets))
-    for bucket, buffer in zip(buckets, memory, strict=True):
+    for buffer in memory:
         while len(begun) >= most:
             begun.popleft()()
         if buffer.numel():
             begun.append(group.start(buffer, deadline, give_up))
+    # views take longer to make than broadcasts to start: beside those, not between them
+    for bucket, buffer in zip(buckets, memory, strict=True):
         received.update(views(buffer, bucket))
     while begun:
         begun.popleft()()
