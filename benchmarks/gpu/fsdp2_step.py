@@ -2,7 +2,8 @@
 
     attention  packed attention (the variable-length kernel in torch) beside rows that are padded: log-probs, gradients
     lean       log-probs, entropies and gradient of a step's logits: Triton's kernels beside torch's, and one copy
-    equal      loss and gradient norm of the same batch: fsdp2 and torch trainers, in bf16
+    equal      loss and gradient norm of the same batch: fsdp2 and torch trainers, in bf16; the same steps twice: the
+               same bits
     step       tokens/s, share of the peak FLOP/s, memory: the product's step (`TrainerBackend.step`, fsdp2, packed) in
                turns with two plain steps, with deterministic kernels (the product's default) and without:
                  autocast  float32 weights, torch.autocast(bfloat16), fused AdamW: what most would write
@@ -53,6 +54,7 @@ from engine.trainer.parts import PartSettings  # noqa: E402
 from engine.trainer.ranked_backend import RankedBackend  # noqa: E402
 from engine.trainer.torch_backend import TorchBackend  # noqa: E402
 from engine.trainer.torch_settings import TorchSettings  # noqa: E402
+from engine.weights.tensors import digest  # noqa: E402
 from streams.trajectory import Payload  # noqa: E402
 
 Row = dict[str, Any]
@@ -286,6 +288,13 @@ def equal(bench: Bench) -> Iterator[Row]:
         difference = abs(ours[name] - torch_step[name]) / max(abs(torch_step[name]), 1e-9)
         worst = max(worst, difference if name != "loss" else 0.0)
         yield {name: ours[name], "torch": torch_step[name], "relative_difference": float(f"{difference:.3g}")}
+    held = []
+    for _ in range(2):  # replay asks for the same bits
+        with bench.fsdp2() as backend:
+            for _ in range(2):
+                backend.step(batch)
+            held.append(digest(backend.weights()))
+    yield {"same_bits_again": held[0] == held[1], "ok": held[0] == held[1]}
     loss = abs(ours["loss"] - torch_step["loss"]) / max(abs(torch_step["loss"]), 1e-9)
     yield {"ok": max(worst, loss) <= 2e-2, "bar": 2e-2}
 

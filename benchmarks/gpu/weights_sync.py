@@ -539,6 +539,9 @@ def speed(folder: Path, size: str, ways: list[str]) -> None:
                 check(f"{size} {way}, {name}", lambda way=way: _updates(trainer, 0, way, bare_s, gb, rounds))
         if size == "0.6B":
             trainer.processes[0].kill()
+            trainer.sender.close()
+            trainer.sender = None
+            trainer.publish("device", on_disk=True)  # what the next engine begins with
             trainer.start(1, pause_mode="in_place")
             trainer.new_sender(512 * MIB)
             trainer.whole(1)

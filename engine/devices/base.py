@@ -41,6 +41,7 @@ class Device(ABC):
     has_ipc: ClassVar[bool]  # memory that other processes of the host can read (engine/weights/shared.py)
     has_fused_adamw: ClassVar[bool]  # one kernel for a whole step of AdamW, with its counters on the device
     has_varlen_attention: ClassVar[bool]  # torch's own kernel for rows of different lengths
+    has_fused_rms_norm: ClassVar[bool]  # torch's rms_norm is one kernel there, not its parts one by one
     captures_graphs: ClassVar[bool]  # kernels recorded once and replayed, in the torch engines
     # What it asks for:
     needs_cpu_init: ClassVar[bool]  # Megatron makes its weights in main memory

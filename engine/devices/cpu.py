@@ -16,7 +16,7 @@ class Cpu(Device):
     kind = "cpu"
     collectives = weight_group = "gloo"
     has_ipc = has_fused_adamw = True
-    has_varlen_attention = captures_graphs = False
+    has_varlen_attention = has_fused_rms_norm = captures_graphs = False
     needs_cpu_init = saves_from_host = True
     sglang_args = (
         *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"),

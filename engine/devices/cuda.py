@@ -13,7 +13,7 @@ class Cuda(Accelerator):
     collectives = weight_group = "nccl"
     visible_variables = ("CUDA_VISIBLE_DEVICES",)
     error_variable = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    has_ipc = has_fused_adamw = has_varlen_attention = captures_graphs = True
+    has_ipc = has_fused_adamw = has_varlen_attention = has_fused_rms_norm = captures_graphs = True
 
     def _check_there(self, key: str) -> None:
         import torch

@@ -26,7 +26,7 @@ class Musa(Accelerator):
     weight_group = "cpu:gloo,musa:mccl"  # MCCL takes tensors of its devices alone
     visible_variables = ("MUSA_VISIBLE_DEVICES", "MTHREADS_VISIBLE_DEVICES")
     error_variable = "TORCH_MCCL_ASYNC_ERROR_HANDLING"
-    has_ipc = has_fused_adamw = has_varlen_attention = captures_graphs = False
+    has_ipc = has_fused_adamw = has_varlen_attention = has_fused_rms_norm = captures_graphs = False
     needs_cpu_init = saves_from_host = True
     # piecewise graphs of the prefill are off in every reported set-up (verl's plugin: disable_piecewise_cuda_graph)
     sglang_args = ("--device", "musa", "--cuda-graph-backend-prefill", "disabled")

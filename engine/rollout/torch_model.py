@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from engine import devices
+from engine.algorithms import norms
 from engine.devices.moving import moved
 from engine.interfaces import EngineError
 from engine.rollout.loading import WEIGHTS_MISMATCH
@@ -36,6 +37,7 @@ class ServedModel:
             folder, dtype=_DTYPES[dtype], attn_implementation=attn_implementation, local_files_only=True
         )
         moved(self.model.requires_grad_(False).eval(), self.device)
+        norms.use_in(self.model, self.device)
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         config = self.model.config.get_text_config()
         self.vocab_size = int(config.vocab_size)

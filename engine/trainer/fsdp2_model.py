@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine import devices
-from engine.algorithms import packing
+from engine.algorithms import norms, packing
 from engine.trainer.fsdp2_settings import Fsdp2Settings
 from engine.trainer.parts import Processes
 from engine.trainer.torch_backend import load_model
@@ -69,6 +69,7 @@ def build(
     _shard(model, mesh, settings, options, reshard=not is_trained and reshards)
     if settings.packing:
         packing.use_in(model)
+    norms.use_in(model, processes.device)
     return model.requires_grad_(is_trained)
 
 
