@@ -316,6 +316,7 @@ def _make_sender(config: Config, log: EventLog, topics: Topics, stop: Stop) -> C
     if weights.transport == "disk":
         return None
     from consumers.outbox import append_patiently
+    from engine.weights import bucketing
     from engine.weights.membership import Members
     from engine.weights.sender import IPC, Sender
     from streams import codec
@@ -333,7 +334,7 @@ def _make_sender(config: Config, log: EventLog, topics: Topics, stop: Stop) -> C
             Members(log, topics),
             append,
             epoch=epoch,
-            bucket_bytes=weights.bucket_bytes,
+            bucket_bytes=weights.bucket_bytes or bucketing.default_bytes(backend),
             deadline=timedelta(seconds=weights.transfer_deadline_s),
             backend=backend,
             address=weights.master_address,
@@ -376,6 +377,7 @@ def _ranked_backend(config: Config, settings: TorchSettings) -> TrainerBackend:
     """Rank 0 of a trainer of several processes. Those that torchrun has not started are started here."""
     from engine.trainer.parts import PartSettings
     from engine.trainer.ranked_backend import RankedBackend
+    from engine.weights.bucketing import BUCKET_BYTES
 
     trainer = config.trainer
     options = msgspec.to_builtins(getattr(trainer, trainer.backend))
@@ -384,7 +386,7 @@ def _ranked_backend(config: Config, settings: TorchSettings) -> TrainerBackend:
         model=config.model.path,
         torch=settings,
         options=options,
-        bucket_bytes=config.weights.bucket_bytes,
+        bucket_bytes=config.weights.bucket_bytes or BUCKET_BYTES,
     )
     return RankedBackend(part, trainer.n_ranks, place=_place(config))
 

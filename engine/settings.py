@@ -937,9 +937,10 @@ class WeightsConfig(Section, frozen=True):
     full_every: Annotated[
         int, doc("With `delta`: versions from one full version to the next.", unit="versions", ge=1)
     ] = 20
-    bucket_bytes: Annotated[int, doc("Bytes of one broadcast.", unit="bytes", ge=1 << 16, le=8 << 30)] = (
-        64 << 20
-    )
+    bucket_bytes: Annotated[
+        Annotated[int, msgspec.Meta(ge=1 << 16, le=8 << 30)] | None,
+        doc("Bytes of one broadcast; unset: 512 MiB between GPUs (NCCL, MCCL), else 64 MiB.", unit="bytes"),
+    ] = None
     backend: Annotated[
         Literal["auto", "gloo", "nccl", "mccl"],
         doc("Library of the broadcast; `auto`: by the trainer's device."),

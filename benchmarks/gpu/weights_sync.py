@@ -11,7 +11,7 @@ on cuda:0) and `host` (a snapshot in main memory, as the trainer takes it). The 
 
 One call of a few minutes; prints a short table last. Needs two CUDA devices, torch, transformers, msgspec, zstandard.
 
-    NCCL_NVLS_ENABLE=0 PYTHONPATH=. python benchmarks/gpu/weights_sync.py [--only speed faults demo delta]
+    NCCL_NVLS_ENABLE=0 PYTHONPATH=. python benchmarks/gpu/weights_sync.py [--only speed stall faults demo delta]
         [--sizes 0.6B 4B] [--ways device host]
 """
 
@@ -100,6 +100,11 @@ def qwen3(folder: Path, size: str) -> Path:
     return folder
 
 
+def _smaller(folder: Path) -> Path:
+    model = folder / "0.6B"
+    return model if model.is_dir() else qwen3(model, "0.6B")
+
+
 # ---------------------------------------------------------------- engine
 class Fault(NamedTuple):
     kind: str  # "kill": this process, in a bucket; "no_join": this process, when it is to join
@@ -160,10 +165,10 @@ async def _engine(
                 write("metrics", Metrics(source=TIMES, values=times))
             else:
                 await engine.leave_group(action.group)
-        for published in news:
-            if not sent_by(published)[1] and published.uris["disk"] != NOWHERE:
-                update = functools.partial(engine.update, published, _file(folder, published))
-                await take(engine, write, published, update)
+        for version in news:
+            if not sent_by(version)[1] and version.uris["disk"] != NOWHERE:
+                update = functools.partial(engine.update, version, _file(folder, version))
+                await take(engine, write, version, update)
         for task in (beats, *asks):
             if task.done():
                 task.result()
@@ -536,21 +541,42 @@ def speed(folder: Path, size: str, ways: list[str]) -> None:
             trainer.new_sender(bucket)
             trainer.whole(0)
             for way in ways:
-                check(f"{size} {way}, {name}", lambda way=way: _updates(trainer, 0, way, bare_s, gb, rounds))
-        if size == "0.6B":
-            trainer.processes[0].kill()
+                check(f"{size} {way}, {name}", lambda way=way: _updates(trainer, way, bare_s, gb, rounds))
+
+
+def stalls(folder: Path) -> None:
+    """How long an engine generates nothing for the sake of a version, by broadcast and by file."""
+    model = _smaller(folder)
+    modes: tuple[PauseMode, ...] = ("retract", "in_place")
+    with running(folder / "stalls", model) as trainer:
+        for replica, mode in enumerate(modes):
+            trainer.start(replica, pause_mode=mode)
+            trainer.new_sender(512 * MIB)
+            trainer.whole(replica)
+            check(f"{mode}, by broadcast", lambda replica=replica: _stall(trainer, replica))
+            check(f"{mode}, by files", lambda replica=replica: _by_files(trainer, replica))
+            trainer.processes[replica].kill()
             trainer.sender.close()
             trainer.sender = None
             trainer.publish("device", on_disk=True)  # what the next engine begins with
-            trainer.start(1, pause_mode="in_place")
-            trainer.new_sender(512 * MIB)
-            trainer.whole(1)
-            way = ways[0]
-            check(f"{size} {way}, in_place", lambda: _updates(trainer, 1, way, bare_s, gb, rounds))
-            check(f"{size} by files", lambda: _deltas(trainer, 1))
 
 
-def _updates(trainer: Trainer, replica: int, way: str, bare_s: float, gb: float, rounds: int) -> str:
+def _stall(trainer: Trainer, replica: int) -> str:
+    readies = []
+    for _ in range(5):
+        event = trainer.publish("device")
+        trainer.train_while_sending()
+        assert not trainer.sender.sent.error, trainer.sender.sent.error
+        readies.append(trainer.ready(replica, event.version))
+        assert readies[-1].transport == "distributed" and readies[-1].digest == event.digest
+    stall, load = ([getattr(each, name) for each in readies[1:]] for name in ("stall_s", "load_s"))
+    return (
+        f"stall {statistics.median(stall) * 1e3:.1f} ms, at most {max(stall) * 1e3:.1f}; ready "
+        f"{statistics.median(load):.2f} s after it began to receive, digest checked"
+    )
+
+
+def _updates(trainer: Trainer, way: str, bare_s: float, gb: float, rounds: int) -> str:
     sending, loads, stalls, longest, first = [], [], [], 0.0, 0.0
     alone = statistics.median(trainer.step() for _ in range(50))
     for number in range(1 + rounds):
@@ -559,7 +585,7 @@ def _updates(trainer: Trainer, replica: int, way: str, bare_s: float, gb: float,
         sent = trainer.sender.sent
         assert sent.published.version == event.version, "it was not sent"
         assert not sent.error, sent.error
-        ready = trainer.ready(replica, event.version)
+        ready = trainer.ready(0, event.version)
         assert ready.transport == "distributed" and ready.digest == event.digest
         if not number:
             first = sent.seconds
@@ -573,7 +599,7 @@ def _updates(trainer: Trainer, replica: int, way: str, bare_s: float, gb: float,
         event = trainer.publish(way)
         assert trainer.sender.wait(timedelta(seconds=30))
         idle.append(trainer.sender.sent.seconds)
-        trainer.ready(replica, event.version)
+        trainer.ready(0, event.version)
         times = trainer.times(event.version)
         seen.append(times["seen"])
         together.append(times["ended"] - times["began"])  # both sides are there
@@ -587,7 +613,7 @@ def _updates(trainer: Trainer, replica: int, way: str, bare_s: float, gb: float,
     )
 
 
-def _deltas(trainer: Trainer, replica: int) -> str:
+def _by_files(trainer: Trainer, replica: int) -> str:
     """Versions that go by their file alone, the first in full: found on the device, written, read, put in service."""
     store, said = WeightStore(trainer.folder / "weights", keep=8, deltas=DeltaPolicy()), []
     for share in (
@@ -617,9 +643,7 @@ def _deltas(trainer: Trainer, replica: int) -> str:
 
 
 def faults(folder: Path) -> None:
-    model = folder / "0.6B"
-    if not model.is_dir():
-        qwen3(model, "0.6B")
+    model = _smaller(folder)
     with running(folder / "faults", model) as trainer:
         trainer.new_sender(64 * MIB)
         trainer.start(0, Fault("kill", version=2))
@@ -683,13 +707,16 @@ if "rollout" in sys.orig_argv:
 """
 
 
-def demo(folder: Path, *, two_devices: bool = True) -> str:
-    run, site = folder / f"demo-{two_devices}", folder / "site"
+def demo(folder: Path, kind: str = "full", *, two_devices: bool = True) -> str:
+    run, site = folder / f"demo-{kind}-{two_devices}", folder / "site"
     site.mkdir(exist_ok=True)
     (site / "sitecustomize.py").write_text(SITE, encoding="utf-8")
     path = os.pathsep.join([*([str(site)] if two_devices else []), os.environ.get("PYTHONPATH", "")])
     began = time.perf_counter()
-    settings = ("model.device=cuda", "weights.transport=distributed", "weights.transfer_deadline_s=20")
+    settings = (
+        *("model.device=cuda", "weights.transport=distributed", "weights.transfer_deadline_s=20"),
+        f"weights.kind={kind}",
+    )
     ended = subprocess.run(
         [
             *(sys.executable, "-m", "engine.cli", "demo", "--plain", "--dir", str(run), "--max-steps", "40"),
@@ -729,6 +756,12 @@ def demo(folder: Path, *, two_devices: bool = True) -> str:
     )
 
 
+def demos(folder: Path) -> None:
+    for kind in ("delta", "full"):
+        check(f"demo, 2 devices, {kind}", lambda kind=kind: demo(folder, kind))
+    check("demo, both on one device", lambda: demo(folder, two_devices=False))
+
+
 def _fleet_of(run: Path) -> Iterator[Event]:
     from engine.config import load_config
     from engine.roles import topics_of
@@ -746,9 +779,7 @@ def delta(folder: Path) -> None:
     """Encode of one step of 0.6B on the processor, against one copy of old and new weights and one read of both."""
     from engine.weights.delta_writer import State, write_delta
 
-    model = folder / "0.6B"
-    if not model.is_dir():
-        qwen3(model, "0.6B")
+    model = _smaller(folder)
     loaded: Any = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     old = {name: files.raw(tensor) for name, tensor in snapshot(dict(loaded.state_dict())).items()}
     old, _ = files.split_tied(old)
@@ -806,7 +837,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ("speed", "faults", "demo", "delta")
+    parts = ("speed", "stall", "faults", "demo", "delta")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts)
     parser.add_argument("--sizes", nargs="+", choices=list(SHAPES), default=["0.6B"])
     parser.add_argument("--ways", nargs="+", choices=("device", "host"), default=["device", "host"])
@@ -817,8 +848,9 @@ def main() -> int:
         folder = Path(name)
         run = {
             "speed": lambda: [speed(folder, size, args.ways) for size in args.sizes],
+            "stall": lambda: stalls(folder),
             "faults": lambda: faults(folder),
-            "demo": lambda: check("demo, 2 devices", lambda: demo(folder)),
+            "demo": lambda: demos(folder),
             "delta": lambda: delta(folder),
         }
         for part in parts:
@@ -828,8 +860,6 @@ def main() -> int:
                 except Exception as error:
                     traceback.print_exc()
                     row(part, f"{type(error).__name__}: {str(error)[:300]}", "FAILED")
-        if "demo" in args.only:
-            check("demo, both on one device", lambda: demo(folder, two_devices=False))
     print(f"\n{'check':28s} {'':7s} figure ({time.monotonic() - began:.0f} s in all)")
     for each in ROWS:
         print(f"{each[0]:28s} {each[1]:7s} {each[2]}")

@@ -11,7 +11,7 @@ from engine.doctor.accelerator import is_stand_in
 from engine.doctor.result import SIMULATED, Request, Result, failed, passed, skipped, warned
 from engine.doctor.two_ranks import RanksFailed, together
 
-_BYTES = 64 << 20  # one bucket as weights.bucket_bytes has it by default
+_BYTES = 64 << 20  # of the broadcast that is timed
 _SLOW = 1e9  # bytes a second, between two devices
 _DEADLINE_S = 100.0
 GROUPS = {"cuda": "nccl", "musa": "cpu:gloo,musa:mccl"}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine.doctor.embedded import existing, model_bytes, scratch, write_synced
 from engine.doctor.result import Request, Result, failed, passed, skipped, warned
+from engine.weights.bucketing import BUCKET_BYTES
 
 _BUCKET = 16 << 20
 _FITS = {"cuda": ("auto", "nccl", "gloo"), "musa": ("auto", "mccl", "gloo"), "cpu": ("auto", "gloo")}
@@ -102,7 +103,7 @@ def _ipc(request: Request) -> Result:
         )
     try:
         descriptor = os.memfd_create("millstream-doctor", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, 2 * request.config.weights.bucket_bytes)
+        os.ftruncate(descriptor, 2 * (request.config.weights.bucket_bytes or BUCKET_BYTES))
         os.close(descriptor)
     except OSError as error:
         return failed(

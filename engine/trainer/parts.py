@@ -26,6 +26,7 @@ from engine.algorithms.logprobs import MicroBatch
 from engine.trainer.policy import Policy
 from engine.trainer.torch_backend import Limits
 from engine.trainer.torch_settings import TorchSettings
+from engine.weights.bucketing import BUCKET_BYTES
 from streams.errors import ConfigError
 
 
@@ -60,7 +61,7 @@ class PartSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # folder, the same on every host
     torch: TorchSettings  # its device is the first one of each host
     options: dict[str, Any]  # the backend's own table of [trainer], as plain values
-    bucket_bytes: int = 64 << 20  # of whole weights put together at a time
+    bucket_bytes: int = BUCKET_BYTES  # of whole weights put together at a time
 
 
 def make_part(settings: PartSettings, processes: Processes) -> RankPart:

@@ -13,9 +13,22 @@ from typing import Any
 
 import numpy as np
 
+from engine import devices
 from engine.weights import tensors as files
 from engine.weights.tensors import RawTensor, WeightsError
 from streams.events import TensorInfo
+
+BUCKET_BYTES = 64 << 20  # Gloo was fastest at this size, and memory is touched once
+DEVICE_BUCKET_BYTES = 512 << 20  # with smaller ones launches take longer than the bytes (docs/benchmarks.md)
+
+
+def default_bytes(backend: str) -> int:
+    """Of one broadcast by this library, where the configuration names none.
+
+    >>> default_bytes("nccl") // default_bytes("gloo")
+    8
+    """
+    return BUCKET_BYTES if devices.with_collectives(backend) is None else DEVICE_BUCKET_BYTES
 
 
 def plan(tensors: Sequence[TensorInfo], bucket_bytes: int) -> list[list[TensorInfo]]:

@@ -123,8 +123,8 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights(worlds: Worlds
 def test_what_stays_whole_between_micro_batches_gives_the_bits_of_shards_summed_after_each(
     worlds: Worlds, tmp_path: Path
 ):
-    folder = folder_of(tiny_gpt2(tied=False), tmp_path)  # both uses of a tied weight are added in another precision
-    digests = []
+    # not tied: both uses of a tied weight are added in another precision
+    folder, digests = folder_of(tiny_gpt2(tied=False), tmp_path), []
     for stays_whole in (True, False):
         backend = worlds.of(1, folder, dtype="bfloat16")
         policy: Any = backend.rank.part.policy

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -407,3 +408,30 @@ def test_by_default_a_loss_ends_the_daemon(tmp_path: Path, monkeypatch: pytest.M
     with daemon:
         until(lambda: daemon.result is not None, "its end", 10.0)
     assert "reward-0: 4 events of run.trajectories/0 are lost" in str(daemon.result)
+
+
+@pytest.mark.parametrize(
+    ("settings", "right"),
+    [
+        ({}, 64 << 20),
+        ({"backend": "nccl"}, 512 << 20),
+        ({"backend": "mccl"}, 512 << 20),
+        ({"backend": "nccl", "bucket_bytes": 1 << 20}, 1 << 20),
+    ],
+    ids=["Gloo", "NCCL", "MCCL", "as it is set"],
+)
+def test_broadcasts_between_gpus_have_larger_buckets_unless_a_size_is_set(
+    tmp_path: Path, settings: dict[str, Any], right: int
+):
+    config = config_of(tmp_path)
+    changed = msgspec.structs.replace(config.weights, transport="distributed", **settings)
+    config = msgspec.structs.replace(config, weights=changed)
+    log, topics = MemoryLog(MemoryStore()), Topics("run", 2)
+    topics.create(log)
+    make = roles._make_sender(config, log, topics, lambda: False)
+    assert make is not None
+    sender = make(0)
+    try:
+        assert sender._bucket_bytes == right
+    finally:
+        sender.close()
