@@ -541,6 +541,12 @@ def _ranks(config: Config) -> Iterator[Problem]:
             f'trainer.n_ranks = {trainer.n_ranks} with trainer.backend = "{trainer.backend}": that trainer is one '
             'process; set backend = "fsdp2" or "megatron", or n_ranks = 1',
         )
+    if trainer.fsdp2.cpu_offload and not trainer.fsdp2.sync_each_micro_batch:
+        yield Problem(
+            ("trainer.fsdp2.cpu_offload", "trainer.fsdp2.sync_each_micro_batch"),
+            "trainer.fsdp2.cpu_offload = true with sync_each_micro_batch = false: nothing stays on the device with the "
+            "one, all weights and gradients with the other; remove one of them",
+        )
     if trainer.backend == "megatron":
         cut = msgspec.structs.asdict(trainer.megatron)
         try:

@@ -556,6 +556,14 @@ class Fsdp2Config(Section, frozen=True):
         bool,
         doc("Keep weights, gradients and optimizer in main memory; layers come to the device as needed."),
     ] = False
+    sync_each_micro_batch: Annotated[
+        bool,
+        doc(
+            "Sum gradients and drop gathered weights after each micro-batch. `false`: once an optimizer step; until "
+            "then each rank holds all weights, and all gradients in float32. A single rank without `cpu_offload` "
+            "always does that."
+        ),
+    ] = True
 
 
 class MegatronConfig(Section, frozen=True):

@@ -148,7 +148,8 @@ class Fsdp2Part:
         self.model = self._build(Path(settings.model), "model.path", is_trained=True)
         self.limits = Limits.of(self.model)
         # a single rank has memory for all of it anyway, unless it is to lie in main memory
-        stays_whole = processes.size == 1 and not self._options.cpu_offload
+        may_stay = processes.size == 1 or not self._options.sync_each_micro_batch
+        stays_whole = may_stay and not self._options.cpu_offload
         policy = Fsdp2Policy(
             self.model, self.settings, processes, self._reference(settings), stays_whole=stays_whole
         )

@@ -15,3 +15,4 @@ class Fsdp2Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     cpu_offload: bool = (
         False  # weights, gradients and optimizer lie in main memory, and come a layer at a time
     )
+    sync_each_micro_batch: bool = True  # False: gradients are summed, and layers dropped, once a minibatch

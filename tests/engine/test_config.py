@@ -305,6 +305,14 @@ def test_an_override_cannot_go_below_a_plain_value() -> None:
         (["trainer.lora.alpha=32"], "it goes with trainer.lora.rank above 0 only"),
         (["trainer.fsdp2.cpu_offload=true"], 'it goes with trainer.backend = "fsdp2" only'),
         (
+            [
+                "trainer.backend=fsdp2",
+                "trainer.fsdp2.cpu_offload=true",
+                "trainer.fsdp2.sync_each_micro_batch=false",
+            ],
+            "nothing stays on the device with the one",
+        ),
+        (
             ["trainer.backend=fsdp2", "trainer.megatron.sequence_parallel=true"],
             'trainer.megatron.sequence_parallel = true with trainer.backend = "fsdp2"',
         ),

@@ -143,14 +143,20 @@ def test_what_stays_whole_between_micro_batches_gives_the_bits_of_shards_summed_
 
 # ---------------------------------------------------------------- two ranks
 @pytest.mark.parametrize(
-    ("settings", "is_packed"),
-    [(OF_THE_WHOLE, True), (MANY, False)],
-    ids=["packed, what a loss needs of the whole batch", "padded"],
+    ("settings", "options", "is_packed"),
+    [
+        (OF_THE_WHOLE, {}, True),
+        (MANY, {}, False),
+        (MANY, {"sync_each_micro_batch": False, "activation_checkpointing": True}, True),
+    ],
+    ids=["packed, what a loss needs of the whole batch", "padded", "summed once a minibatch"],
 )
 def test_two_ranks_take_the_steps_of_one_process(
-    worlds: Worlds, folder: Path, settings: dict[str, Any], is_packed: bool
+    worlds: Worlds, folder: Path, settings: dict[str, Any], options: dict[str, Any], is_packed: bool
 ):
-    backend = worlds.of(2, folder, packing=is_packed, **settings)
+    backend = worlds.of(2, folder, options=options, packing=is_packed, **settings)
+    policy: Any = backend.rank.part.policy
+    assert policy._stays_whole is (not options.get("sync_each_micro_batch", True))
     reference = alone(folder, **settings)
     for step in (1, 2, 3):
         batch = batch_of(17, seed=step, step=step)
