@@ -947,7 +947,11 @@ class WeightsConfig(Section, frozen=True):
     ] = 20
     bucket_bytes: Annotated[
         Annotated[int, msgspec.Meta(ge=1 << 16, le=8 << 30)] | None,
-        doc("Bytes of one broadcast; unset: 512 MiB between GPUs (NCCL, MCCL), else 64 MiB.", unit="bytes"),
+        doc(
+            "Bytes of one broadcast, and of what ranks of a trainer put together at a time; unset: 512 MiB for "
+            "broadcasts between GPUs (NCCL, MCCL), else 64 MiB.",
+            unit="bytes",
+        ),
     ] = None
     backend: Annotated[
         Literal["auto", "gloo", "nccl", "mccl"],

@@ -616,13 +616,7 @@ def _updates(trainer: Trainer, way: str, bare_s: float, gb: float, rounds: int) 
 def _by_files(trainer: Trainer, replica: int) -> str:
     """Versions that go by their file alone, the first in full: found on the device, written, read, put in service."""
     store, said = WeightStore(trainer.folder / "weights", keep=8, deltas=DeltaPolicy()), []
-    for share in (
-        1.0,
-        0.01,
-        0.01,
-        0.03,
-        0.03,
-    ):  # each kind twice: the first compiles, and reads what it will keep
+    for share in (1.0, 0.01, 0.01, 0.03, 0.03):  # the first delta compiles its kernels
         if share < 1:
             move(trainer.tensors, share, trainer.version)
         trainer.version += 1

@@ -69,6 +69,7 @@ class RankedBackend:
         self.settings, self.inputs = settings.torch, settings.torch.inputs
         self._followers = Followers(last_resort)
         self._rank: Rank | None = None
+        self._broken = ""  # what ended something that the ranks do together, halfway
         # nobody has to call close(): a process that ends lets its followers end
         self._groups: list[ProcessGroup] = []  # one, once it is there
         self._closing = weakref.finalize(self, _close, self._followers, self._groups)
@@ -217,6 +218,11 @@ class RankedBackend:
     # ---------------------------------------------------------------- commands
     def _command(self, command_of: Callable[[int, int], Command]) -> int:
         """Send (number, rank) → command to every follower; returns the number."""
+        if self._broken:
+            raise RuntimeError(
+                f"this trainer ended in the middle of something ({self._broken}): gradients of it may still be there. "
+                "Make it again, from a checkpoint; a daemon is started again by itself"
+            )
         number = self._followers.number()
         self._followers.send(lambda rank: command_of(number, rank))
         return number
@@ -231,8 +237,9 @@ class RankedBackend:
             yield
         except (BadStep, CheckpointError, MillstreamError):
             raise
-        except Exception as error:
-            if lost := self._followers.lost(_NOTICE):
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"[:300]
+            if isinstance(error, Exception) and (lost := self._followers.lost(_NOTICE)):
                 raise RankLost(lost) from error
             raise
 

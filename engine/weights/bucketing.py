@@ -19,7 +19,9 @@ from engine.weights.tensors import RawTensor, WeightsError
 from streams.events import TensorInfo
 
 BUCKET_BYTES = 64 << 20  # Gloo was fastest at this size, and memory is touched once
-DEVICE_BUCKET_BYTES = 512 << 20  # with smaller ones launches take longer than the bytes (docs/benchmarks.md)
+DEVICE_BUCKET_BYTES = (
+    512 << 20
+)  # NCCL: smaller ones wait for a busy CPU (docs/benchmarks.md); MCCL by analogy
 
 
 def default_bytes(backend: str) -> int:
@@ -117,6 +119,9 @@ class Buffers:
     def __init__(self, device: str) -> None:
         self.device = device
         self._two: list[Any] = []
+
+    def clear(self) -> None:
+        self._two = []
 
     def of(self, nbytes: int) -> list[Any]:
         """Two buffers, uint8 of at least so many bytes: one is filled while the other is on its way."""

@@ -295,7 +295,7 @@ class Sender:
         formed = self._formed
         assert formed is not None
         began, error, self._gone = time.monotonic(), "", []
-        nbytes = 0
+        nbytes, is_own = 0, False
         try:
             group = self._joined(formed)
             buckets = bucketing.plan(job.published.tensors, self._bucket_bytes)
@@ -304,8 +304,11 @@ class Sender:
             nbytes = broadcasts.send_all(group, job.tensors, buckets, self._buffers, deadline, give_up).nbytes
         except Exception as failure:
             error = str(failure) or type(failure).__name__
+            is_own = _is_out_of_memory(failure) and self._bucket_bytes > bucketing.BUCKET_BYTES
         seconds, lost = time.monotonic() - began, []
-        if error:
+        if error and is_own:
+            self._out_of_memory(formed, error)
+        elif error:
             lost = self._failed(formed, job.published, error)
         else:
             with self._fleet:
@@ -373,6 +376,17 @@ class Sender:
         self._end("failed", error, lost)
         return lost
 
+    def _out_of_memory(self, formed: _Formed, error: str) -> None:
+        """No engine's fault: the next group has smaller buckets."""
+        self._buffers.clear()
+        self._bucket_bytes = bucketing.BUCKET_BYTES
+        self._close_group()
+        self._end("failed", error)
+        logger.warning(
+            "trainer: no room on %s for buckets of weights.bucket_bytes (%s); they have %d bytes from now on. Engines "
+            "take this version from disk", self._buffers.device, error.partition("\n")[0][:200], self._bucket_bytes,
+        )  # fmt: skip
+
     def _absent(self, formed: _Formed) -> list[str]:
         """Members that never came to the meeting place; [] where that cannot be seen (SGLang servers with NCCL)."""
         came, absent = False, []
@@ -428,6 +442,12 @@ def _join(
 def _close_what_came(joined: Future[Any]) -> None:
     if joined.exception() is None:
         joined.result().close()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError)
 
 
 def _device_of(tensor: Any) -> str:

@@ -183,3 +183,29 @@ def test_what_is_sent_in_buckets_arrives_bit_for_bit_and_a_receiver_waits_no_lon
     finally:
         process.kill()
         listener.close()
+
+
+def test_all_broadcasts_of_a_version_are_under_way_before_the_receiver_does_anything_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it does between two of them the trainer waits for, once for each bucket."""
+    seen: list[str] = []
+
+    class Queueing:
+        backend = "nccl"
+
+        def start(self, buffer: Any, deadline: float, give_up: Any) -> Any:
+            seen.append("start")
+            return lambda: seen.append("wait")
+
+    views = bucketing.views
+    monkeypatch.setattr(broadcasts, "views", lambda *given: seen.append("views") or views(*given))
+    infos = [info("a", "F32", 4), info("b", "BF16", 8), info("c", "F32", 0), info("d", "U8", 16)]
+    buckets = plan(infos, 16)
+    memory = bucketing.memory_for(buckets, "cpu")
+    group: Any = Queueing()
+    received = broadcasts.receive_all(group, buckets, memory, time.monotonic() + 9)
+    assert seen == ["start"] * 3 + ["views"] * len(buckets) + ["wait"] * 3
+    assert {name: list(each.shape) for name, each in received.items()} == {
+        each.name: each.shape for each in infos
+    }

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from engine.interfaces import BadStep, CheckpointError
+from engine.trainer import fsdp2, fsdp2_model
 from engine.trainer.plan import plan_step
 from engine.trainer.ranked_backend import RankedBackend
 from engine.trainer.split import split
@@ -118,6 +120,54 @@ def test_bfloat16_computes_near_float32_and_keeps_float32_weights(worlds: Worlds
     assert {str(each.dtype) for each in backend.weights().values()} == {"torch.bfloat16"}
     shards = backend.rank.part.policy.shards  # pyright: ignore[reportAttributeAccessIssue]
     assert {each.dtype for each in shards.values()} == {torch.float32}
+
+
+def test_a_single_rank_keeps_all_whole_until_the_last_micro_batch_of_a_step(
+    worlds: Worlds, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kept: list[bool] = []
+    keep_whole = fsdp2_model.keep_whole
+
+    def noted(model: Any, *, keep: bool) -> None:
+        kept.append(keep)
+        keep_whole(model, keep=keep)
+
+    monkeypatch.setattr(fsdp2_model, "keep_whole", noted)
+    backend = worlds.of(1, folder)
+    layers = [module for module in backend.rank.part.model.modules() if isinstance(module, FSDPModule)]  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(layers) == 3  # two decoder layers and the root
+    backend.step(batch_of(16, seed=1))
+    assert len(kept) > 2 and kept == [True] * (len(kept) - 1) + [False]
+    offloaded = worlds.of(1, folder, options={"cpu_offload": True})
+    count = len(kept)
+    offloaded.step(batch_of(16, seed=1))
+    assert len(kept) == count  # each micro-batch is summed where the weights are
+
+
+def test_a_trainer_that_failed_in_the_middle_of_a_step_takes_no_other(
+    worlds: Worlds, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Gradients of its first micro-batches are there still, and would be part of the next step."""
+    backend = worlds.of(1, folder)
+    calls = iter(range(100))
+    token_logprobs = fsdp2.token_logprobs
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if next(calls) == 2:
+            raise torch.OutOfMemoryError("no room")
+        return token_logprobs(*arguments, **options)
+
+    monkeypatch.setattr(fsdp2, "token_logprobs", failing)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            backend.step(batch_of(16, seed=1))
+        for again in (lambda: backend.step(batch_of(16, seed=1)), backend.weights, backend.snapshot):
+            with pytest.raises(
+                RuntimeError, match=r"ended in the middle of something \(OutOfMemoryError: no room\)"
+            ):
+                again()
+    finally:
+        worlds.close()
 
 
 def test_what_stays_whole_between_micro_batches_gives_the_bits_of_shards_summed_after_each(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -88,7 +89,31 @@ def test_all_norms_of_a_model_and_of_its_copy_use_their_own_weights(fused_here: 
     assert not other.bfloat16().model.norm(hidden).any() and model.bfloat16().model.norm(hidden).any()
 
 
-def test_a_device_without_the_kernel_is_left_alone():
+class AddingRMSNorm(Qwen3RMSNorm):
+    """By its formula while nothing is added."""
+
+    def forward(self, hidden_states: Any, residual: Any = None) -> Any:
+        return super().forward(hidden_states if residual is None else hidden_states + residual)
+
+
+def test_a_norm_that_takes_more_than_one_argument_keeps_them(fused_here: None):
+    module = random(AddingRMSNorm).bfloat16()
+    norms.use_in(nn.Sequential(module), "cpu")
+    assert module(torch.ones(2, 64).bfloat16(), residual=torch.ones(2, 64).bfloat16()).shape == (2, 64)
+
+
+def test_a_model_that_was_pickled_has_its_own_norms(fused_here: None):
+    model = nn.Sequential(random(Qwen3RMSNorm).bfloat16())
+    own = copy.deepcopy(model)
+    assert norms.use_in(model, "cpu") == 1
+    again, hidden = pickle.loads(pickle.dumps(model)), torch.randn(9, 64).bfloat16()
+    assert torch.equal(again(hidden), own(hidden))
+
+
+@pytest.mark.parametrize("has_kernel", [True, False], ids=["another device", "torch before 2.9"])
+def test_a_device_without_the_kernel_is_left_alone(monkeypatch: pytest.MonkeyPatch, has_kernel: bool):
+    monkeypatch.setattr(Cpu, "has_fused_rms_norm", not has_kernel)
+    monkeypatch.setattr(norms, "_has_kernel", lambda: has_kernel)
     model = tiny_qwen3()
     assert norms.use_in(model, "cpu") == norms.use_in(model, "musa") == 0
     assert "forward" not in vars(model.model.norm)

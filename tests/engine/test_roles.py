@@ -411,27 +411,35 @@ def test_by_default_a_loss_ends_the_daemon(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("settings", "right"),
+    ("weights", "device", "right"),
     [
-        ({}, 64 << 20),
-        ({"backend": "nccl"}, 512 << 20),
-        ({"backend": "mccl"}, 512 << 20),
-        ({"backend": "nccl", "bucket_bytes": 1 << 20}, 1 << 20),
+        ({}, "cpu", 64 << 20),
+        ({}, "cuda", 512 << 20),
+        ({"backend": "nccl"}, "cpu", 512 << 20),
+        ({}, "musa", 512 << 20),
+        ({"backend": "gloo"}, "cuda", 64 << 20),
+        ({"transport": "ipc"}, "cuda", 64 << 20),
+        ({"bucket_bytes": 1 << 20}, "cuda", 1 << 20),
     ],
-    ids=["Gloo", "NCCL", "MCCL", "as it is set"],
+    ids=["Gloo", "NCCL of the device", "NCCL", "MCCL", "Gloo as it is set", "ipc", "as it is set"],
 )
 def test_broadcasts_between_gpus_have_larger_buckets_unless_a_size_is_set(
-    tmp_path: Path, settings: dict[str, Any], right: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: dict[str, Any], device: str, right: int
 ):
     config = config_of(tmp_path)
-    changed = msgspec.structs.replace(config.weights, transport="distributed", **settings)
-    config = msgspec.structs.replace(config, weights=changed)
+    config = msgspec.structs.replace(
+        config,
+        weights=msgspec.structs.replace(config.weights, **{"transport": "distributed"} | weights),
+        trainer=msgspec.structs.replace(config.trainer, backend="torch"),
+        model=msgspec.structs.replace(config.model, device=device),
+    )
+    given: list[int] = []
+    monkeypatch.setattr(
+        "engine.weights.sender.Sender", lambda *_, bucket_bytes, **__: given.append(bucket_bytes)
+    )
     log, topics = MemoryLog(MemoryStore()), Topics("run", 2)
     topics.create(log)
     make = roles._make_sender(config, log, topics, lambda: False)
     assert make is not None
-    sender = make(0)
-    try:
-        assert sender._bucket_bytes == right
-    finally:
-        sender.close()
+    make(0)
+    assert given == [right]

@@ -19,8 +19,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from engine.cli import main
 from engine.roles import topics_of
+from engine.weights import broadcasts, bucketing
 from engine.weights.store import digest
 from streams.events import (
     EngineFailed,
@@ -243,6 +246,34 @@ def test_a_trainer_that_ends_in_the_middle_of_a_broadcast_says_so_and_blames_nob
     assert "version 5 was still on its way" in ended.detail
     engines.signal(0, signal.SIGCONT)
     assert engines.ways(5, 0) == ["disk"]
+
+
+def test_a_trainer_without_room_for_its_buckets_blames_no_engine_and_takes_smaller_ones(
+    engines: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = engines.trainer(bucket_bytes=512 << 20)
+    trainer.publish(4)
+    engines.start(0)
+    engines.whole(0)
+    room, asked = bucketing.BUCKET_BYTES, []
+    send_all = broadcasts.send_all
+
+    def without_room(*arguments: Any) -> Any:
+        asked.append(trainer.sender._bucket_bytes)
+        if asked[-1] > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512 MiB")
+        return send_all(*arguments)
+
+    monkeypatch.setattr(broadcasts, "send_all", without_room)
+    trainer.publish(5)
+    assert trainer.sender.sent is not None and trainer.sender.sent.lost == []
+    assert engines.ways(5, 0) == ["disk"]
+    engines.whole(0)
+    trainer.publish(6)
+    assert engines.ways(6, 0) == ["distributed"] and asked == [512 << 20, room]
+    [ended] = engines.events(TransferGroupEnded)
+    assert (ended.reason, ended.lost) == ("failed", []) and "out of memory" in ended.detail
+    assert engines.events(TransferGroupFormed)[-1].bucket_bytes == room
 
 
 @BOTH

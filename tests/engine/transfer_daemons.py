@@ -157,7 +157,9 @@ class TestTrainer:
 
     __test__ = False
 
-    def __init__(self, folder: Path, *, deadline_s: float = 20.0, **sender: Any) -> None:
+    def __init__(
+        self, folder: Path, *, deadline_s: float = 20.0, bucket_bytes: int = BUCKET_BYTES, **sender: Any
+    ) -> None:
         self.folder, self.log = folder, open_log(f"file://{folder}/log")
         TOPICS.create(self.log)
         self.epoch = self.write("ledger", EpochStarted(producer="test", started_ms=1))
@@ -167,8 +169,8 @@ class TestTrainer:
             self.members,
             lambda event: self.write("fleet", event),
             epoch=self.epoch,
-            bucket_bytes=BUCKET_BYTES,
             deadline=timedelta(seconds=deadline_s),
+            bucket_bytes=bucket_bytes,
             **sender,
         )
 
