@@ -72,6 +72,8 @@ class Fleet:
 
     def signal(self, replica: int, number: int) -> None:
         os.kill(self.processes[replica].pid, number)
+        if number == signal.SIGKILL:  # it holds its share of the partitions until it is gone
+            self.processes[replica].join(30)
 
     def whole(self, *replicas: int) -> None:
         """Wait until these and no others may be counted on."""
