@@ -25,6 +25,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return OneServer(config, log)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs that learn come last: they take most minutes, and CI may have no time for every slow test."""
+    runs = Path(__file__).parent / "end_to_end"
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None and runs in item.path.parents)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if not session.config.option.collectonly:
         prepare_for(session.items)

@@ -39,6 +39,7 @@ def data(tmp_path: Path) -> Iterator[Path]:
     Node(folder).kill()
 
 
+@pytest.mark.slow
 def test_a_broker_is_started_found_stopped_and_started_again_also_after_a_kill(data: Path) -> None:
     first = broker("start", "--data", data, "--port", "0")
     assert first.returncode == 0, first.stderr

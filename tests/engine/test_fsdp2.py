@@ -374,6 +374,7 @@ def test_a_checkpoint_of_another_model_is_refused(worlds: Worlds, folder: Path, 
 
 
 # ---------------------------------------------------------------- other numbers of ranks
+@pytest.mark.slow
 def test_saved_on_two_ranks_and_resumed_on_one_two_and_four(worlds: Worlds, folder: Path, tmp_path: Path):
     """Counters and every moment are the saved ones (difference 0), and the next step is that of the unbroken run."""
     backend = worlds.of(2, folder)

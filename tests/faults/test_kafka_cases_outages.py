@@ -240,6 +240,7 @@ def test_a_broker_that_makes_topics_by_itself_is_never_brought_to(
 # -- a broker that dies in mid-run
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_broker_killed_in_mid_run_costs_nothing_and_every_daemon_comes_back_by_itself_within_10_s(
     broker: Node, prefix: str, tmp_path: Path

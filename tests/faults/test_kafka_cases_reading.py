@@ -92,6 +92,7 @@ def _in_transactions(config: Config, word: str, parts: Sequence[tuple[range, boo
 # -- O25: looking has no side effects
 
 
+@pytest.mark.slow
 def test_a_replay_beside_a_live_collector_moves_no_commit_wakes_no_rebalance_and_writes_nothing(
     kafka: str, prefix: str, tmp_path: Path
 ) -> None:

@@ -197,6 +197,7 @@ APPENDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_every_stage_killed_right_after_an_append_loses_nothing_and_trains_nothing_twice(
     kafka: str, prefix: str, tmp_path: Path

@@ -91,6 +91,7 @@ def until(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_one_of_its_nodes_is_lost(nodes: Nodes, tmp_path: Path):
     node = nodes.add(num_cpus=4, resources={"other": 1})
     # too large for what is left of the first node: some daemons must be on the second
