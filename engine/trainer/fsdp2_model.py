@@ -60,6 +60,8 @@ def build(
     mesh = init_device_mesh(processes.device.type, (processes.size,))
     # a single rank holds every layer whole anyway
     reshards = options.reshard_after_forward and processes.size > 1
+    if is_trained:  # else a forward would drop what the micro-batch before has kept
+        reshards = reshards and options.sync_each_micro_batch
     for layer in decoder_layers(model):
         filler.fill(layer)
         if options.activation_checkpointing and is_trained:

@@ -217,6 +217,17 @@ def test_two_ranks_take_the_steps_of_one_process(
         assert (backend.weights()[name] - tensor).abs().max().item() < 1e-5
 
 
+def test_two_ranks_may_gather_and_sum_once_a_step(worlds: Worlds, folder: Path):
+    n_units = 3  # two decoder layers and the root
+    for each in (True, False):
+        backend = worlds.of(2, folder, options={"sync_each_micro_batch": each})
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            backend.step(batch_of(16, seed=1))
+        done = [event.name.partition(" (")[0] for event in profile.events()]
+        counts = [done.count(f"FSDP::{what}") for what in ("all_gather", "post_backward_reduce")]
+        assert min(counts) >= 2 * n_units if each else counts == [n_units, n_units], counts
+
+
 @pytest.mark.parametrize("settings", [MANY, {}], ids=["in the last of two minibatches", "in the only one"])
 def test_what_is_not_finite_on_rank_1_alone_changes_no_bit_on_any_rank(
     worlds: Worlds, folder: Path, tmp_path: Path, settings: dict[str, Any]
