@@ -47,6 +47,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
 
+from benchmarks.gpu.timing import once  # noqa: E402
 from engine.algorithms import packing  # noqa: E402
 from engine.algorithms.logprobs import flatten, micro_batches, packed_micro_batches, token_logprobs  # noqa: E402
 from engine.interfaces import TrainBatch, TrainSample  # noqa: E402
@@ -168,11 +169,7 @@ class Bench:
         return statistics.median(self.once(work) for _ in range(repeats or self.repeats))
 
     def once(self, work: Callable[[], Any]) -> float:
-        self.wait()
-        began = time.perf_counter()
-        work()
-        self.wait()
-        return time.perf_counter() - began
+        return once(work, self.wait)
 
     def timed_step(self, step: Callable[[], Any]) -> Row:
         if self.device.type == "cuda":

@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.gpu.timing import once  # noqa: E402
 from benchmarks.weights_fleet import CONTEXT, Holder, Trainer  # noqa: E402
 from engine.rollout.loading import Loader  # noqa: E402
 from engine.weights import broadcasts, bucketing, collective, delta_device, delta_words, shared  # noqa: E402
@@ -82,11 +83,7 @@ class Bench:
         return statistics.median(taken[warm:])
 
     def once(self, work: Callable[[], Any]) -> float:
-        self.wait()
-        began = time.perf_counter()
-        work()
-        self.wait()
-        return time.perf_counter() - began
+        return once(work, self.wait)
 
     def snapshot(self, tensors: dict[str, Any]) -> Any:
         return DeviceSnapshot(tensors) if self.on_gpu else bucketing.side_by_side(tensors)

@@ -19,9 +19,8 @@ from engine.weights.tensors import RawTensor, WeightsError
 from streams.events import TensorInfo
 
 BUCKET_BYTES = 64 << 20  # Gloo was fastest at this size, and memory is touched once
-DEVICE_BUCKET_BYTES = (
-    512 << 20
-)  # NCCL: smaller ones wait for a busy CPU (docs/benchmarks.md); MCCL by analogy
+# NCCL: smaller ones wait for a busy CPU (docs/benchmarks.md). MCCL by analogy
+DEVICE_BUCKET_BYTES = 512 << 20
 
 
 def default_bytes(backend: str) -> int:

@@ -306,7 +306,7 @@ class Sender:
             error = str(failure) or type(failure).__name__
             is_own = _is_out_of_memory(failure) and self._bucket_bytes > bucketing.BUCKET_BYTES
         seconds, lost = time.monotonic() - began, []
-        if error and is_own:
+        if is_own:
             self._out_of_memory(formed, error)
         elif error:
             lost = self._failed(formed, job.published, error)
